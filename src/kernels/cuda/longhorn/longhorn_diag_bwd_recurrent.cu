@@ -5,20 +5,18 @@
  *   D += scale q do'     dq = scale S' do     E = D . S     D <- c D
  *   dv_j = w (D'k)_j     y_j = v (D'k)_j - (E'k^2)_j     dk_i = (D w v)_i - 2 k_i (E w)_i
  *
- * What a cell does to itself is float32; all sums over columns and rows are products of the three
- * matrices S', D and E, rounded to half precision, with a vector each, m16n8k16 with the same
- * vector in all columns. So every lane ends with sums, and tokens share no product: what is not
- * finite stays with its token. Bf16 would not do: y is a difference. So that half precision has
- * the range, a warp's part of S and of D is kept in a unit, a power of two that is made larger
- * before a bound of the largest cell gets too large, and every vector is in a unit of its own;
- * which unit it is goes by tokens already seen.
+ * What a cell does to itself is float32: what it is multiplied with, and what is added to it, are
+ * outer products by tensor cores of numbers split as longhorn_outer.cuh says. All sums over
+ * columns and rows are products of the three matrices S', D and E, rounded to half precision, with
+ * a vector each, m16n8k16 with the same vector in all columns. So every lane ends with sums, and
+ * tokens share no product: what is not finite stays with its token. Bf16 would not do: y is a
+ * difference. So that half precision has the range, a warp's part of S and of D is kept in a unit,
+ * a power of two that is made larger before a bound of the largest cell gets too large, and every
+ * vector is in a unit of its own; which unit it is goes by tokens already seen.
  *
- * A warp has 32 x 16 cells, a lane four rows by four columns of them, which are the factors of
- * products over columns as they lie in registers, and results of the products that move them. Sums
- * over rows are first those of a lane's own
- * four, in half precision, which movmatrix turns: as little as can be goes through the pipe of
- * shared memory, movmatrix with it. So a lane's columns of do, and of w, are read once, as factors
- * or as numbers, and made the other.
+ * A warp has 32 x 16 cells, a lane four rows by four columns of them, which are factors of products
+ * over columns as they lie in registers, and results of the products that move them. Sums over rows
+ * are first those of a lane's own four, in half precision, which movmatrix turns.
  *
  * The state in front of every eighth token goes to memory on a first way through, in half
  * precision. Going back, states of eight tokens are made from it once and kept in shared memory, by
@@ -30,6 +28,8 @@
 
 #include "kernels/cuda/longhorn/longhorn_outer.cuh"
 #include "kernels/cuda/prim/device_props.h"
+#include "kernels/cuda/prim/sync.cuh"
+#include "kernels/cuda/prim/tma.cuh"
 
 namespace mneme::longhorn::diag {
 
@@ -47,6 +47,7 @@ struct sizes {
     static constexpr int TOKENS = GROUP / LOADERS;    // which each of them does
     static constexpr int CELLS = 2 * THREADS;         // packs of 16 bytes: a state
     static constexpr int PACKS = CELLS + WARPS / 4;   // and its warps' units
+    static constexpr bool MAY_FINISH = ROW_WARPS == 4;    // see `inbox`
 };
 
 /* What moves a state over a token, in words of two numbers of bf16: depths of products, of which a
@@ -76,6 +77,7 @@ struct token_record : step_record<ROW_WARPS> {
     float4 adjoint;    // a bound of q do', units of do, of w v, and of w times -2
     float2 state;      // a bound of k (w v)', the unit of w v
     float cot_unit, k_unit;
+    float u[sizes<ROW_WARPS>::MAY_FINISH ? TILE : 4];    // w = beta u
 };
 
 /* ---- products -------------------------------------------------------------------------------- */
@@ -399,13 +401,13 @@ struct prefetch {
         return mn_warp_sum(sum);
     }
 
-    /* w and w v of the lane's two columns, and the words of w to shared memory. */
-    __device__ void put_weights(step_record<ROW_WARPS> &to, float (&w)[2], float (&write)[2], int n,
-                                float all) const {
+    /* u, w and w v of the lane's two columns, and the words of w to shared memory. */
+    __device__ void put_weights(step_record<ROW_WARPS> &to, float (&u)[2], float (&w)[2],
+                                float (&write)[2], int n, float all) const {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             const float b = beta[n].at(c);
-            w[c] = b * reciprocal(fmaf(b, all, 1.0f)), write[c] = w[c] * v[n].at(c);
+            u[c] = reciprocal(fmaf(b, all, 1.0f)), w[c] = b * u[c], write[c] = w[c] * v[n].at(c);
             to.weights[place_of(threadIdx.x % 32 * 2 + c)] = split(-w[c]);
         }
     }
@@ -433,9 +435,9 @@ struct prefetch {
         for (int n = 0; n < size::TOKENS; n++) {
             step_record<ROW_WARPS> &one = to[token() + n];
             const float all = norm(n);
-            float w[2], write[2];
+            float u[2], w[2], write[2];
             put_keys(one, n, all);
-            put_weights(one, w, write, n, all);
+            put_weights(one, u, w, write, n, all);
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 one.writes[place_of(threadIdx.x % 32 * 2 + c)] = split(write[c]);
@@ -457,8 +459,9 @@ struct prefetch {
     __device__ column_sizes put_columns_back(token_record<ROW_WARPS> &to, int n,
                                                 float all) const {
         const int pair = threadIdx.x % 32;
-        float w[2], write[2];
-        put_weights(to, w, write, n, all);
+        float u[2], w[2], write[2];
+        put_weights(to, u, w, write, n, all);
+        if (size::MAY_FINISH) mn_store<2>(to.u, 2 * pair, u);
         const float cots[2] = { cot[n].at(0), cot[n].at(1) };
         const unsigned most_cot = largest_of(cots), most_written = largest_of(write);
         const float w_unit = unit_of(largest_of(w)), to_w = inverse_of(w_unit);
@@ -708,6 +711,60 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
 
 /* ---- sums of warps --------------------------------------------------------------------------- */
 
+/* Where one or two blocks have all columns of a head nothing is left to another kernel: they are a
+ * cluster, and each sends the other its sums of half of a group's tokens. Two groups have places,
+ * so that no block waits for the other to have read. */
+struct inbox {
+    enum { TOKENS = GROUP / 2, ROWS = sizes<4>::ROWS };
+    enum { BYTES = TOKENS * (2 * ROWS + 1) * (int)sizeof(float) };    // of a group
+    alignas(16) float rows[2][TOKENS][2][ROWS];
+    float through[2][TOKENS];
+    alignas(8) uint64_t full[2];
+
+    __device__ void open(void) {
+#if __CUDA_ARCH__ >= 900
+        mn_mbarrier_init(&full[0], 1), mn_mbarrier_init(&full[1], 1);
+        cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
+#endif
+    }
+
+    /* A warp's token to the other block. */
+    __device__ __forceinline__ void send(unsigned rank, int64_t turn, int token, int row,
+                                         const float (&q)[4], const float (&k)[4], float sum) {
+#if __CUDA_ARCH__ >= 900
+        const int place = turn % 2, n = token % TOKENS;
+        const uint32_t there = mn_cluster_address(mn_smem_addr(rows[place][n][0] + row), rank);
+        const uint32_t last = mn_cluster_address(mn_smem_addr(&through[place][n]), rank);
+        const uint32_t count = mn_cluster_address(mn_smem_addr(&full[place]), rank);
+        const auto four = [&](uint32_t to, const float(&x)[4]) {
+            asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+                         "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(x[0]), "f"(x[1]),
+                         "f"(x[2]), "f"(x[3]), "r"(count) : "memory");
+        };
+        four(there, q), four(there + ROWS * (int)sizeof(float), k);
+        if (threadIdx.x % 32 > 0) return;
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 "
+                     "[%0], %1, [%2];" ::"r"(last), "f"(sum), "r"(count) : "memory");
+#endif
+    }
+
+    /* The other block's of a warp's token. */
+    __device__ __forceinline__ void add(int64_t turn, int token, int row, float (&q)[4],
+                                        float (&k)[4], float &sum) {
+#if __CUDA_ARCH__ >= 900
+        const int place = turn % 2, n = token % TOKENS;
+        float more[2][4];
+        if (n == 0 && threadIdx.x % 32 == 0) mn_mbarrier_arrive_expect_tx(&full[place], BYTES);
+        __syncwarp();
+        mn_mbarrier_wait(&full[place], turn / 2 % 2);
+        mn_load<4>(more[0], rows[place][n][0], row);
+        mn_load<4>(more[1], rows[place][n][1], row);
+        for (int i = 0; i < 4; i++) q[i] += more[0][i], k[i] += more[1][i];
+        sum += through[place][n];
+#endif
+    }
+};
+
 /* Half of the warps add the others' sums up while the other half brings tokens. A thread has four
  * rows of a token, and PASSES times two columns of one; first what that takes of a group's tokens,
  * which the next group's write over. */
@@ -717,8 +774,9 @@ struct warp_sums {
     static constexpr int HALF = size::THREADS / 2, QUADS = size::ROWS / 4, PAIRS = TILE / 2;
     static constexpr int AT_ONCE = HALF / PAIRS, PASSES = GROUP / AT_ONCE;    // tokens of columns
     static_assert(HALF == GROUP * QUADS, "a thread has one four of rows");
-    float cot, k_unit[PASSES];
+    float cot, k_unit[PASSES], u[2];
     unsigned v[PASSES], w[PASSES][2];    // as they lie in shared memory
+    uint4 keys;
 
     __device__ static int thread() { return (int)threadIdx.x - HALF; }
     __device__ static int row_token() { return thread() / QUADS; }
@@ -728,6 +786,10 @@ struct warp_sums {
 
     __device__ __forceinline__ void load(const token_record<ROW_WARPS> *in) {
         cot = in[row_token()].cot_unit;
+        if constexpr (size::MAY_FINISH) {
+            mn_load<2>(u, in[row_token()].u, 2 * pair());
+            keys = *(const uint4 *)(in[row_token()].keys[2] + first_row());
+        }
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             const token_record<ROW_WARPS> &one = in[column_token(pass)];
@@ -740,10 +802,11 @@ struct warp_sums {
     __device__ static float lower(unsigned x) { return __uint_as_float(x << 16); }
     __device__ static float upper(unsigned x) { return __uint_as_float(x & 0xffff0000u); }
 
-    /* dq and dk of the thread's rows, to this token's parts. */
-    __device__ __forceinline__ void rows(float *part, const smem_of<ROW_WARPS> &smem, float scale,
-                                         int64_t K) const {
-        float to_q[4] = {}, to_k[4] = {};
+    /* dq and dk of the thread's rows by the block's columns. */
+    __device__ __forceinline__ void rows(float (&to_q)[4], float (&to_k)[4],
+                                         const smem_of<ROW_WARPS> &smem, float scale) const {
+#pragma unroll
+        for (int n = 0; n < 4; n++) to_q[n] = 0.0f, to_k[n] = 0.0f;
 #pragma unroll
         for (int across = 0; across < size::ACROSS; across++) {
             float q[4], k[4];
@@ -754,6 +817,12 @@ struct warp_sums {
         }
 #pragma unroll
         for (int n = 0; n < 4; n++) to_q[n] = scale * (to_q[n] * cot);
+    }
+
+    __device__ __forceinline__ void leave_part(float *part, const smem_of<ROW_WARPS> &smem,
+                                               float scale, int64_t K) const {
+        float to_q[4], to_k[4];
+        rows(to_q, to_k, smem, scale);
         if (K % 4 == 0) {
             mn_store<4>(part, first_row(), to_q);
             mn_store<4>(part, K + first_row(), to_k);
@@ -787,14 +856,14 @@ struct warp_sums {
         }
     }
 
-    /* All of it, of `count` tokens of which the first is token t. */
+    /* dq and dk of a token in parts, dv and y of `count` tokens of which the first is token t. */
     __device__ __forceinline__ void reduce(const smem_of<ROW_WARPS> &smem,
                                            const mn_column_params &p, const mn_column_coord &at,
                                            int64_t t, int count) const {
         const int64_t all = p.call.B * p.call.T * p.call.H, K = p.call.K;
         if (first_row() < K && row_token() < count) {
             const int64_t row = at.tile * all + mn_columns_row(p, at, t + row_token());
-            rows(p.partials + row * 2 * K, smem, p.scale, K);
+            leave_part(p.partials + row * 2 * K, smem, p.scale, K);
         }
         const int64_t j = at.tile * TILE + 2 * pair();
 #pragma unroll
@@ -811,6 +880,66 @@ struct warp_sums {
                 if (to_v) mn_put(to_v + j + n, dv[n]);
             }
         }
+    }
+
+    /* dv and dbeta of the thread's columns; returns what comes to a key by all that are there. */
+    __device__ __forceinline__ float finish_columns(const smem_of<ROW_WARPS> &smem,
+                                                    const mn_column_params &p,
+                                                    const whole_grads &grads,
+                                                    const mn_column_coord &at, int64_t when,
+                                                    bool there) const {
+        const int64_t j = at.tile * TILE + 2 * pair(), b = at.span.b, t = at.span.t0 + when;
+        mn_bf16 *to_v = there ? mn_row<mn_bf16>(p.dv, b, t, at.h) : NULL;
+        mn_bf16 *to_beta = there ? mn_row<mn_bf16>(grads.beta, b, t, at.h) : NULL;
+        float y[2], dv[2], through = 0.0f;
+        columns(y, dv, smem, 0);
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            if (j + n >= p.columns) continue;
+            const float weight = lower(w[0][n]) + upper(w[0][n]);
+            through = fmaf(weight * weight, y[n], through);
+            if (to_v) mn_put(to_v + j + n, dv[n]);
+            if (to_beta) mn_put(to_beta + j + n, y[n] * u[n] * u[n]);
+        }
+        return mn_warp_sum(through);
+    }
+
+    __device__ __forceinline__ void store_rows(mn_bf16 *to, const float (&x)[4], int64_t K,
+                                               bool vec_aligned) const {
+        if (!to || first_row() >= K) return;
+        if (vec_aligned) {
+            mn_store<4>(to, first_row(), x);
+            return;
+        }
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            if (first_row() + n < K) mn_put(to + first_row() + n, x[n]);
+        }
+    }
+
+    /* All gradients of those tokens, of which each of two blocks finishes half; `turn` counts
+     * groups. */
+    __device__ __forceinline__ void finish(const smem_of<ROW_WARPS> &smem, inbox &box,
+                                           const mn_column_params &p, const whole_grads &grads,
+                                           const mn_column_coord &at, int64_t t, int count,
+                                           bool shared, int64_t turn) const {
+        const int token = row_token();
+        const bool there = token < count;
+        float to_q[4], to_k[4];
+        float through = finish_columns(smem, p, grads, at, t + token, there);
+        rows(to_q, to_k, smem, p.scale);
+        if (shared && token / inbox::TOKENS != at.tile) {
+            box.send(1 - (unsigned)at.tile, turn, token, first_row(), to_q, to_k, through);
+            return;
+        }
+        if (shared) box.add(turn, token, first_row(), to_q, to_k, through);
+        const unsigned words[4] = { keys.x, keys.y, keys.z, keys.w };
+#pragma unroll
+        for (int n = 0; n < 4; n++) to_k[n] = fmaf(-2.0f * lower(words[n]), through, to_k[n]);
+        if (!there) return;
+        const int64_t b = at.span.b, when = at.span.t0 + t + token;
+        store_rows(mn_row<mn_bf16>(grads.q, b, when, at.h), to_q, p.call.K, grads.vec_aligned);
+        store_rows(mn_row<mn_bf16>(grads.k, b, when, at.h), to_k, p.call.K, grads.vec_aligned);
     }
 };
 
@@ -925,12 +1054,31 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
     }
 }
 
-template <int ROW_WARPS>
+__device__ __forceinline__ void cluster_arrive(void) {
+#if __CUDA_ARCH__ >= 900
+    mn_cluster_arrive();
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait(void) {
+#if __CUDA_ARCH__ >= 900
+    mn_cluster_wait();
+#endif
+}
+
+template <int ROW_WARPS, bool WHOLE>
 __global__ void __launch_bounds__(sizes<ROW_WARPS>::THREADS, ROW_WARPS == 4 ? 1 : 2)
-longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t tiles) {
+longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p,
+                           const __grid_constant__ whole_grads grads, int64_t tiles) {
     typedef sizes<ROW_WARPS> size;
     extern __shared__ __align__(128) unsigned char diag_bytes[];
     smem_of<ROW_WARPS> &smem = *(smem_of<ROW_WARPS> *)diag_bytes;
+    inbox &box = *(inbox *)(diag_bytes + sizeof(smem));
+    const bool shared = WHOLE && tiles == 2;
+    if (shared) {
+        if (threadIdx.x == 0) box.open();
+        cluster_arrive();
+    }
     const mn_column_coord at = mn_column_block_coord(p, tiles);
     const int64_t length = at.span.length, groups = (length + GROUP - 1) / GROUP;
     const int64_t stride = p.call.H * tiles * size::PACKS;
@@ -941,6 +1089,7 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
     pairs behind;
     float most_of_D = 0.0f, unit_of_D = 1.0f, unit = 1.0f;
     D.load(p, at, p.cot_state);
+    if (shared) cluster_wait();
     if (groups > 0) {
         float unit_behind = save_states<ROW_WARPS>(behind, saved, stride, smem, p, at, groups);
         const lane_places<ROW_WARPS> places;
@@ -974,14 +1123,20 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
             if (!brings) sums.load(smem.in);
             __syncthreads();
             const int count = (int)min((int64_t)GROUP, length - n * GROUP);
-            if (!brings) sums.reduce(smem, p, at, n * GROUP, count);
-            else if (n > 0) ahead.put_back(smem.in, p.scale);
+            if (brings) {
+                if (n > 0) ahead.put_back(smem.in, p.scale);
+            } else if constexpr (WHOLE) {
+                sums.finish(smem, box, p, grads, at, n * GROUP, count, shared, looks);
+            } else {
+                sums.reduce(smem, p, at, n * GROUP, count);
+            }
             cp_async_wait();
             __syncthreads();
         }
     }
     D.rescale(unit_of_D, 1.0f);
     D.store(p, at, p.dstate0);
+    if (shared) cluster_arrive(), cluster_wait();    // what this block sent has come
 }
 
 /* ---- launch ---------------------------------------------------------------------------------- */
@@ -1001,20 +1156,38 @@ bool saved_size(size_t *count, const mn_call &c) {
            mn_mul_size(count, *count, (size_t)c.H);
 }
 
-template <int ROW_WARPS>
-static int launch_with(const mn_column_params &p, cudaStream_t on) {
-    const int64_t tiles = mn_ceil_div(p.columns, (int64_t)TILE);
-    const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_smem(longhorn_diag_bwd_products<ROW_WARPS>, dim3((unsigned)blocks),
-                          sizes<ROW_WARPS>::THREADS, sizeof(smem_of<ROW_WARPS>), on, p, tiles);
+bool makes_whole(const mn_call &c) {
+    return supported(c) && row_warps(c) == 4 && c.V <= 2 * TILE && mn_device_is_sm90();
 }
 
-int launch(mn_column_params p, cudaStream_t on) {
+template <int ROW_WARPS, bool WHOLE>
+static int launch_with(const mn_column_params &p, const whole_grads &grads, cudaStream_t on) {
+    const int64_t tiles = mn_ceil_div(p.columns, (int64_t)TILE);
+    const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
+    const size_t bytes = sizeof(smem_of<ROW_WARPS>) + (WHOLE ? sizeof(inbox) : 0);
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    const cudaError_t code =
+        cudaFuncSetAttribute(longhorn_diag_bwd_products<ROW_WARPS, WHOLE>,
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    if (code != cudaSuccess) return code;
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = (unsigned)tiles;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks), config.blockDim = dim3(sizes<ROW_WARPS>::THREADS);
+    config.dynamicSmemBytes = bytes, config.stream = on;
+    config.attrs = &cluster, config.numAttrs = WHOLE && tiles == 2 ? 1 : 0;
+    return cudaLaunchKernelEx(&config, longhorn_diag_bwd_products<ROW_WARPS, WHOLE>, p, grads,
+                              tiles);
+}
+
+int launch(mn_column_params p, const whole_grads &grads, cudaStream_t on) {
     const int warps = row_warps(p.call);
     p.vec_aligned = mn_columns_vec_aligned<mn_bf16>(p, warps);
-    return warps == 2 ? launch_with<2>(p, on) : launch_with<4>(p, on);
+    if (makes_whole(p.call)) return launch_with<4, true>(p, grads, on);
+    return warps == 2 ? launch_with<2, false>(p, grads, on) : launch_with<4, false>(p, grads, on);
 }
 
 }    // namespace mneme::longhorn::diag
