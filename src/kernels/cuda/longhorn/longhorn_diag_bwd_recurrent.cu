@@ -5,20 +5,18 @@
  *   D += scale q do'     dq = scale S' do     E = D . S     D <- c D
  *   dv_j = w (D'k)_j     y_j = v (D'k)_j - (E'k^2)_j     dk_i = (D w v)_i - 2 k_i (E w)_i
  *
- * What a cell does to itself is float32; all sums over columns and rows are products of the three
- * matrices S', D and E, rounded to half precision, with a vector each, m16n8k16 with the same
- * vector in all columns. So every lane ends with sums, and tokens share no product: what is not
- * finite stays with its token. Bf16 would not do: y is a difference. So that half precision has
- * the range, a warp's part of S and of D is kept in a unit, a power of two that is made larger
- * before a bound of the largest cell gets too large, and every vector is in a unit of its own;
- * which unit it is goes by tokens already seen.
+ * What a cell does to itself is float32: what it is multiplied with, and what is added to it, are
+ * outer products by tensor cores of numbers split as longhorn_outer.cuh says. All sums over
+ * columns and rows are products of the three matrices S', D and E, rounded to half precision, with
+ * a vector each, m16n8k16 with the same vector in all columns. So every lane ends with sums, and
+ * tokens share no product: what is not finite stays with its token. Bf16 would not do: y is a
+ * difference. So that half precision has the range, a warp's part of S and of D is kept in a unit,
+ * a power of two that is made larger before a bound of the largest cell gets too large, and every
+ * vector is in a unit of its own; which unit it is goes by tokens already seen.
  *
- * A warp has 32 x 16 cells, a lane four rows by four columns of them, which are the factors of
- * products over columns as they lie in registers, and results of the products that move them. Sums
- * over rows are first those of a lane's own
- * four, in half precision, which movmatrix turns: as little as can be goes through the pipe of
- * shared memory, movmatrix with it. So a lane's columns of do, and of w, are read once, as factors
- * or as numbers, and made the other.
+ * A warp has 32 x 16 cells, a lane four rows by four columns of them, which are factors of products
+ * over columns as they lie in registers, and results of the products that move them. Sums over rows
+ * are first those of a lane's own four, in half precision, which movmatrix turns.
  *
  * The state in front of every eighth token goes to memory on a first way through, in half
  * precision. Going back, states of eight tokens are made from it once and kept in shared memory, by
@@ -30,6 +28,8 @@
 
 #include "kernels/cuda/longhorn/longhorn_outer.cuh"
 #include "kernels/cuda/prim/device_props.h"
+#include "kernels/cuda/prim/sync.cuh"
+#include "kernels/cuda/prim/tma.cuh"
 
 namespace mneme::longhorn::diag {
 
@@ -47,6 +47,7 @@ struct sizes {
     static constexpr int TOKENS = GROUP / LOADERS;    // which each of them does
     static constexpr int CELLS = 2 * THREADS;         // packs of 16 bytes: a state
     static constexpr int PACKS = CELLS + WARPS / 4;   // and its warps' units
+    static constexpr bool MAY_FINISH = ROW_WARPS == 4;    // see `inbox`
 };
 
 /* What moves a state over a token, in words of two numbers of bf16: depths of products, of which a
@@ -62,8 +63,8 @@ struct alignas(16) step_record {
     unsigned writes[TILE];     // w v in two parts; going back in its unit
 };
 
-/* And what else a token needs going back: numbers of columns and k in units of theirs, and bounds
- * of what it adds to S and to D. */
+/* And what else a token needs going back; numbers of columns and k are in units of theirs, powers
+ * of two. */
 template <int ROW_WARPS>
 struct token_record : step_record<ROW_WARPS> {
     typedef step_record<ROW_WARPS> step;
@@ -73,7 +74,10 @@ struct token_record : step_record<ROW_WARPS> {
     alignas(16) unsigned cot_write[TILE / 4][4];    // in half precision: do, w v of four columns
     unsigned w_value[TILE / 4][4];                  // w; v as it was stored
     unsigned k_pair[step::ROWS];                    // in half precision: k, k^2 / 8
-    float grow, write_unit, read, cot_unit, w_unit, k_unit;
+    float4 adjoint;    // a bound of q do', units of do, of w v, and of w times -2
+    float2 state;      // a bound of k (w v)', the unit of w v
+    float cot_unit, k_unit;
+    float u[sizes<ROW_WARPS>::MAY_FINISH ? TILE : 4];    // w = beta u
 };
 
 /* ---- products -------------------------------------------------------------------------------- */
@@ -298,7 +302,7 @@ struct lane_places {
         column_sum = kept((int)offsetof(sums, columns)
                           + 4 * ((2 * warp_coord::down() + depth / 2) * sums::PITCH
                                  + warp_coord::column() + place));
-        units = kept(4 * (GROUP + 1) * warp_coord::warp()), cells = kept(16 * (int)threadIdx.x);
+        units = kept(4 * GROUP * warp_coord::warp()), cells = kept(16 * (int)threadIdx.x);
     }
 };
 
@@ -318,14 +322,14 @@ struct smem_of {
     typedef sizes<ROW_WARPS> size;
     token_record<ROW_WARPS> in[GROUP];
     sums_record<ROW_WARPS> sums[GROUP];
-    float state_unit[size::WARPS][GROUP + 1];    // of the states in front of tokens and behind all
+    float state_unit[size::WARPS][GROUP];    // of the states in front of tokens
     alignas(16) uint4 front[size::CELLS];        // state in front of a group
     uint4 states[GROUP - 1][size::CELLS];        // and of its other tokens
 };
 
-/* The largest of a token's do and w v. */
-struct largest_columns {
-    float cot, written;
+/* The largest of a token's do and w v; units. */
+struct column_sizes {
+    float cot, written, cot_unit, write_unit, w_unit;
 };
 
 template <int N>
@@ -397,13 +401,13 @@ struct prefetch {
         return mn_warp_sum(sum);
     }
 
-    /* w and w v of the lane's two columns, and the words of w to shared memory. */
-    __device__ void put_weights(step_record<ROW_WARPS> &to, float (&w)[2], float (&write)[2], int n,
-                                float all) const {
+    /* u, w and w v of the lane's two columns, and the words of w to shared memory. */
+    __device__ void put_weights(step_record<ROW_WARPS> &to, float (&u)[2], float (&w)[2],
+                                float (&write)[2], int n, float all) const {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             const float b = beta[n].at(c);
-            w[c] = b * reciprocal(fmaf(b, all, 1.0f)), write[c] = w[c] * v[n].at(c);
+            u[c] = reciprocal(fmaf(b, all, 1.0f)), w[c] = b * u[c], write[c] = w[c] * v[n].at(c);
             to.weights[place_of(threadIdx.x % 32 * 2 + c)] = split(-w[c]);
         }
     }
@@ -431,9 +435,9 @@ struct prefetch {
         for (int n = 0; n < size::TOKENS; n++) {
             step_record<ROW_WARPS> &one = to[token() + n];
             const float all = norm(n);
-            float w[2], write[2];
+            float u[2], w[2], write[2];
             put_keys(one, n, all);
-            put_weights(one, w, write, n, all);
+            put_weights(one, u, w, write, n, all);
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 one.writes[place_of(threadIdx.x % 32 * 2 + c)] = split(write[c]);
@@ -452,11 +456,12 @@ struct prefetch {
         }
     }
 
-    __device__ largest_columns put_columns_back(token_record<ROW_WARPS> &to, int n,
+    __device__ column_sizes put_columns_back(token_record<ROW_WARPS> &to, int n,
                                                 float all) const {
         const int pair = threadIdx.x % 32;
-        float w[2], write[2];
-        put_weights(to, w, write, n, all);
+        float u[2], w[2], write[2];
+        put_weights(to, u, w, write, n, all);
+        if (size::MAY_FINISH) mn_store<2>(to.u, 2 * pair, u);
         const float cots[2] = { cot[n].at(0), cot[n].at(1) };
         const unsigned most_cot = largest_of(cots), most_written = largest_of(write);
         const float w_unit = unit_of(largest_of(w)), to_w = inverse_of(w_unit);
@@ -473,12 +478,12 @@ struct prefetch {
             to.writes[place] = split(to_write * write[c]);
             to.cots[place] = bf16_pair(to_cot * cots[c], to_cot * cots[c]);
         }
-        to.cot_unit = cot_unit, to.write_unit = write_unit, to.w_unit = w_unit;
-        return { __uint_as_float(most_cot), __uint_as_float(most_written) };
+        return { __uint_as_float(most_cot), __uint_as_float(most_written), cot_unit, write_unit,
+                 w_unit };
     }
 
     __device__ void put_rows_back(token_record<ROW_WARPS> &to, float scale, int n,
-                                  largest_columns most_of) const {
+                                  const column_sizes &of) const {
         const int row = threadIdx.x % 32 * ITEMS;
         float key[ITEMS], query[ITEMS];
         unsigned halves[ITEMS], queries[ITEMS];
@@ -493,9 +498,10 @@ struct prefetch {
         }
         store_words<ITEMS>(to.k_pair + row, halves);
         store_words<ITEMS>(to.queries + row, queries);
-        to.k_unit = unit;
-        to.grow = __uint_as_float(most) * most_of.written;
-        to.read = __uint_as_float(most_read) * most_of.cot;
+        to.k_unit = unit, to.cot_unit = of.cot_unit;
+        to.state = make_float2(__uint_as_float(most) * of.written, of.write_unit);
+        to.adjoint = make_float4(__uint_as_float(most_read) * of.cot, of.cot_unit, of.write_unit,
+                                 -2.0f * of.w_unit);
     }
 };
 
@@ -656,11 +662,11 @@ template <int ROW_WARPS>
 __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const pairs &front,
                                           smem_of<ROW_WARPS> &smem,
                                           const lane_places<ROW_WARPS> &own, float &bound,
-                                          float &unit, int token) {
+                                          float &unit, float &unit_behind, int token) {
     const token_record<ROW_WARPS> &in = smem.in[token];
     sums_record<ROW_WARPS> &sums = smem.sums[token];
-    const float *units = &behind_of<float>(smem.state_unit, own.units) + token;
-    const float front_unit = units[0];
+    const float front_unit = (&behind_of<float>(smem.state_unit, own.units))[token];
+    const float4 of = in.adjoint;
     const uint4 b = behind_of<uint4>(in.cot_write, own.pack);
     const uint2 w = behind_of<uint2>(in.w_value, own.pack);
     const uint4 pairs_of_k = behind_of<uint4>(in.k_pair, own.rows);
@@ -671,18 +677,17 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
     float x[2][4], x_k[2][4], x_kk[2][4];
 #pragma unroll
     for (int m = 0; m < 2; m++) mma_zero(x[m], behind[m], b.x, b.y);
-    behind_of<float>(&sums, own.row_sum) = row_of(x) * units[1];
-    D.make_room(bound, unit, in.read);
-    D.take(in, own, factor_of(in.cot_unit * inverse_of(unit)));
+    behind_of<float>(&sums, own.row_sum) = row_of(x) * unit_behind;
+    unit_behind = front_unit;
+    D.make_room(bound, unit, of.x);
+    D.take(in, own, factor_of(of.y * inverse_of(unit)));
 #pragma unroll
     for (int m = 0; m < 2; m++) {
         unsigned read[4], product[4];
         D.pack(read, m);
         D.scale(m, keys, weights);
-        mma_zero(x_k[m], read, b.z, b.w);
 #pragma unroll
         for (int n = 0; n < 4; n++) product[n] = multiply(read[n], front[m][n]);
-        mma_zero(x_kk[m], product, w.x, w.y);
         const unsigned k0 = halves[2 * m], k1 = halves[2 * m + 1];
         if (m == 0) {
             add_rows<true>(column_k, read, twice_low(k0), twice_low(k1));
@@ -691,11 +696,13 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
             add_rows<false>(column_k, read, twice_low(k0), twice_low(k1));
             add_rows<false>(column_kk, product, twice_high(k0), twice_high(k1));
         }
+        mma_zero(x_k[m], read, b.z, b.w);
+        mma_zero(x_kk[m], product, w.x, w.y);
     }
     const float key = __uint_as_float(behind_of<unsigned>(in.keys[2], own.row) << 16);
-    const float to_k = row_of(x_k) * unit * in.write_unit;
-    const float to_kk = row_of(x_kk) * front_unit * unit * in.w_unit;
-    behind_of<float>(sums.rows[0][1], own.row_sum) = fmaf(-2.0f * key, to_kk, to_k);
+    const float to_k = row_of(x_k) * unit * of.z;
+    const float to_kk = row_of(x_kk) * front_unit * unit * of.w;
+    behind_of<float>(sums.rows[0][1], own.row_sum) = fmaf(key, to_kk, to_k);
     const float2 to_v = columns_of(column_k), to_w = columns_of(column_kk);
     const float sum = own_of(to_v.x, to_v.y, to_w.x, to_w.y) * unit;
     behind_of<float>(&sums, own.column_sum) =
@@ -703,6 +710,60 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
 }
 
 /* ---- sums of warps --------------------------------------------------------------------------- */
+
+/* Where one or two blocks have all columns of a head nothing is left to another kernel: they are a
+ * cluster, and each sends the other its sums of half of a group's tokens. Two groups have places,
+ * so that no block waits for the other to have read. */
+struct inbox {
+    enum { TOKENS = GROUP / 2, ROWS = sizes<4>::ROWS };
+    enum { BYTES = TOKENS * (2 * ROWS + 1) * (int)sizeof(float) };    // of a group
+    alignas(16) float rows[2][TOKENS][2][ROWS];
+    float through[2][TOKENS];
+    alignas(8) uint64_t full[2];
+
+    __device__ void open(void) {
+#if __CUDA_ARCH__ >= 900
+        mn_mbarrier_init(&full[0], 1), mn_mbarrier_init(&full[1], 1);
+        cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
+#endif
+    }
+
+    /* A warp's token to the other block. */
+    __device__ __forceinline__ void send(unsigned rank, int64_t turn, int token, int row,
+                                         const float (&q)[4], const float (&k)[4], float sum) {
+#if __CUDA_ARCH__ >= 900
+        const int place = turn % 2, n = token % TOKENS;
+        const uint32_t there = mn_cluster_address(mn_smem_addr(rows[place][n][0] + row), rank);
+        const uint32_t last = mn_cluster_address(mn_smem_addr(&through[place][n]), rank);
+        const uint32_t count = mn_cluster_address(mn_smem_addr(&full[place]), rank);
+        const auto four = [&](uint32_t to, const float(&x)[4]) {
+            asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+                         "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(x[0]), "f"(x[1]),
+                         "f"(x[2]), "f"(x[3]), "r"(count) : "memory");
+        };
+        four(there, q), four(there + ROWS * (int)sizeof(float), k);
+        if (threadIdx.x % 32 > 0) return;
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 "
+                     "[%0], %1, [%2];" ::"r"(last), "f"(sum), "r"(count) : "memory");
+#endif
+    }
+
+    /* The other block's of a warp's token. */
+    __device__ __forceinline__ void add(int64_t turn, int token, int row, float (&q)[4],
+                                        float (&k)[4], float &sum) {
+#if __CUDA_ARCH__ >= 900
+        const int place = turn % 2, n = token % TOKENS;
+        float more[2][4];
+        if (n == 0 && threadIdx.x % 32 == 0) mn_mbarrier_arrive_expect_tx(&full[place], BYTES);
+        __syncwarp();
+        mn_mbarrier_wait(&full[place], turn / 2 % 2);
+        mn_load<4>(more[0], rows[place][n][0], row);
+        mn_load<4>(more[1], rows[place][n][1], row);
+        for (int i = 0; i < 4; i++) q[i] += more[0][i], k[i] += more[1][i];
+        sum += through[place][n];
+#endif
+    }
+};
 
 /* Half of the warps add the others' sums up while the other half brings tokens. A thread has four
  * rows of a token, and PASSES times two columns of one; first what that takes of a group's tokens,
@@ -713,8 +774,9 @@ struct warp_sums {
     static constexpr int HALF = size::THREADS / 2, QUADS = size::ROWS / 4, PAIRS = TILE / 2;
     static constexpr int AT_ONCE = HALF / PAIRS, PASSES = GROUP / AT_ONCE;    // tokens of columns
     static_assert(HALF == GROUP * QUADS, "a thread has one four of rows");
-    float cot, k_unit[PASSES];
+    float cot, k_unit[PASSES], u[2];
     unsigned v[PASSES], w[PASSES][2];    // as they lie in shared memory
+    uint4 keys;
 
     __device__ static int thread() { return (int)threadIdx.x - HALF; }
     __device__ static int row_token() { return thread() / QUADS; }
@@ -724,6 +786,10 @@ struct warp_sums {
 
     __device__ __forceinline__ void load(const token_record<ROW_WARPS> *in) {
         cot = in[row_token()].cot_unit;
+        if constexpr (size::MAY_FINISH) {
+            mn_load<2>(u, in[row_token()].u, 2 * pair());
+            keys = *(const uint4 *)(in[row_token()].keys[2] + first_row());
+        }
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             const token_record<ROW_WARPS> &one = in[column_token(pass)];
@@ -736,10 +802,11 @@ struct warp_sums {
     __device__ static float lower(unsigned x) { return __uint_as_float(x << 16); }
     __device__ static float upper(unsigned x) { return __uint_as_float(x & 0xffff0000u); }
 
-    /* dq and dk of the thread's rows, to this token's parts. */
-    __device__ __forceinline__ void rows(float *part, const smem_of<ROW_WARPS> &smem, float scale,
-                                         int64_t K) const {
-        float to_q[4] = {}, to_k[4] = {};
+    /* dq and dk of the thread's rows by the block's columns. */
+    __device__ __forceinline__ void rows(float (&to_q)[4], float (&to_k)[4],
+                                         const smem_of<ROW_WARPS> &smem, float scale) const {
+#pragma unroll
+        for (int n = 0; n < 4; n++) to_q[n] = 0.0f, to_k[n] = 0.0f;
 #pragma unroll
         for (int across = 0; across < size::ACROSS; across++) {
             float q[4], k[4];
@@ -750,6 +817,12 @@ struct warp_sums {
         }
 #pragma unroll
         for (int n = 0; n < 4; n++) to_q[n] = scale * (to_q[n] * cot);
+    }
+
+    __device__ __forceinline__ void leave_part(float *part, const smem_of<ROW_WARPS> &smem,
+                                               float scale, int64_t K) const {
+        float to_q[4], to_k[4];
+        rows(to_q, to_k, smem, scale);
         if (K % 4 == 0) {
             mn_store<4>(part, first_row(), to_q);
             mn_store<4>(part, K + first_row(), to_k);
@@ -783,14 +856,14 @@ struct warp_sums {
         }
     }
 
-    /* All of it, of `count` tokens of which the first is token t. */
+    /* dq and dk of a token in parts, dv and y of `count` tokens of which the first is token t. */
     __device__ __forceinline__ void reduce(const smem_of<ROW_WARPS> &smem,
                                            const mn_column_params &p, const mn_column_coord &at,
                                            int64_t t, int count) const {
         const int64_t all = p.call.B * p.call.T * p.call.H, K = p.call.K;
         if (first_row() < K && row_token() < count) {
             const int64_t row = at.tile * all + mn_columns_row(p, at, t + row_token());
-            rows(p.partials + row * 2 * K, smem, p.scale, K);
+            leave_part(p.partials + row * 2 * K, smem, p.scale, K);
         }
         const int64_t j = at.tile * TILE + 2 * pair();
 #pragma unroll
@@ -807,6 +880,66 @@ struct warp_sums {
                 if (to_v) mn_put(to_v + j + n, dv[n]);
             }
         }
+    }
+
+    /* dv and dbeta of the thread's columns; returns what comes to a key by all that are there. */
+    __device__ __forceinline__ float finish_columns(const smem_of<ROW_WARPS> &smem,
+                                                    const mn_column_params &p,
+                                                    const whole_grads &grads,
+                                                    const mn_column_coord &at, int64_t when,
+                                                    bool there) const {
+        const int64_t j = at.tile * TILE + 2 * pair(), b = at.span.b, t = at.span.t0 + when;
+        mn_bf16 *to_v = there ? mn_row<mn_bf16>(p.dv, b, t, at.h) : NULL;
+        mn_bf16 *to_beta = there ? mn_row<mn_bf16>(grads.beta, b, t, at.h) : NULL;
+        float y[2], dv[2], through = 0.0f;
+        columns(y, dv, smem, 0);
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            if (j + n >= p.columns) continue;
+            const float weight = lower(w[0][n]) + upper(w[0][n]);
+            through = fmaf(weight * weight, y[n], through);
+            if (to_v) mn_put(to_v + j + n, dv[n]);
+            if (to_beta) mn_put(to_beta + j + n, y[n] * u[n] * u[n]);
+        }
+        return mn_warp_sum(through);
+    }
+
+    __device__ __forceinline__ void store_rows(mn_bf16 *to, const float (&x)[4], int64_t K,
+                                               bool vec_aligned) const {
+        if (!to || first_row() >= K) return;
+        if (vec_aligned) {
+            mn_store<4>(to, first_row(), x);
+            return;
+        }
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            if (first_row() + n < K) mn_put(to + first_row() + n, x[n]);
+        }
+    }
+
+    /* All gradients of those tokens, of which each of two blocks finishes half; `turn` counts
+     * groups. */
+    __device__ __forceinline__ void finish(const smem_of<ROW_WARPS> &smem, inbox &box,
+                                           const mn_column_params &p, const whole_grads &grads,
+                                           const mn_column_coord &at, int64_t t, int count,
+                                           bool shared, int64_t turn) const {
+        const int token = row_token();
+        const bool there = token < count;
+        float to_q[4], to_k[4];
+        float through = finish_columns(smem, p, grads, at, t + token, there);
+        rows(to_q, to_k, smem, p.scale);
+        if (shared && token / inbox::TOKENS != at.tile) {
+            box.send(1 - (unsigned)at.tile, turn, token, first_row(), to_q, to_k, through);
+            return;
+        }
+        if (shared) box.add(turn, token, first_row(), to_q, to_k, through);
+        const unsigned words[4] = { keys.x, keys.y, keys.z, keys.w };
+#pragma unroll
+        for (int n = 0; n < 4; n++) to_k[n] = fmaf(-2.0f * lower(words[n]), through, to_k[n]);
+        if (!there) return;
+        const int64_t b = at.span.b, when = at.span.t0 + t + token;
+        store_rows(mn_row<mn_bf16>(grads.q, b, when, at.h), to_q, p.call.K, grads.vec_aligned);
+        store_rows(mn_row<mn_bf16>(grads.k, b, when, at.h), to_k, p.call.K, grads.vec_aligned);
     }
 };
 
@@ -884,7 +1017,8 @@ __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
  * Behind the last token of a sequence there are zeros, which change nothing. */
 template <int ROW_WARPS, typename Ask>
 __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &unit_of_D, bool look,
-                                          pairs &behind, float unit, smem_of<ROW_WARPS> &smem,
+                                          pairs &behind, float &unit_behind, float unit,
+                                          smem_of<ROW_WARPS> &smem,
                                           const lane_places<ROW_WARPS> &own, Ask ask) {
     constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
     float *units = &behind_of<float>(smem.state_unit, own.units), bound = 2.0f;
@@ -897,8 +1031,9 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
 #pragma unroll 2
     for (int token = 0; token + 1 < GROUP; token++) {
         const token_record<ROW_WARPS> &in = smem.in[token];
-        S.make_room(bound, unit, in.grow);
-        S.template advance<true>(in, own, factor_of(in.write_unit * inverse_of(unit)));
+        const float2 of = in.state;
+        S.make_room(bound, unit, of.x);
+        S.template advance<true>(in, own, factor_of(of.y * inverse_of(unit)));
         S.pack(old);
         units[token + 1] = unit;
         store_packed<THREADS>(smem.states[token], own.cells, old);
@@ -912,19 +1047,38 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
 #pragma unroll 1
     for (int token = GROUP - 1; token > 0; token -= 2) {
         load_packed<THREADS>(old, smem.states[token - 1], own.cells);
-        token_bwd(D, behind, old, smem, own, most_of_D, unit_of_D, token);
+        token_bwd(D, behind, old, smem, own, most_of_D, unit_of_D, unit_behind, token);
         if (token == GROUP - 1) ask();
         load_packed<THREADS>(behind, token == 1 ? smem.front : smem.states[token - 2], own.cells);
-        token_bwd(D, old, behind, smem, own, most_of_D, unit_of_D, token - 1);
+        token_bwd(D, old, behind, smem, own, most_of_D, unit_of_D, unit_behind, token - 1);
     }
 }
 
-template <int ROW_WARPS>
+__device__ __forceinline__ void cluster_arrive(void) {
+#if __CUDA_ARCH__ >= 900
+    mn_cluster_arrive();
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait(void) {
+#if __CUDA_ARCH__ >= 900
+    mn_cluster_wait();
+#endif
+}
+
+template <int ROW_WARPS, bool WHOLE>
 __global__ void __launch_bounds__(sizes<ROW_WARPS>::THREADS, ROW_WARPS == 4 ? 1 : 2)
-longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t tiles) {
+longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p,
+                           const __grid_constant__ whole_grads grads, int64_t tiles) {
     typedef sizes<ROW_WARPS> size;
     extern __shared__ __align__(128) unsigned char diag_bytes[];
     smem_of<ROW_WARPS> &smem = *(smem_of<ROW_WARPS> *)diag_bytes;
+    inbox &box = *(inbox *)(diag_bytes + sizeof(smem));
+    const bool shared = WHOLE && tiles == 2;
+    if (shared) {
+        if (threadIdx.x == 0) box.open();
+        cluster_arrive();
+    }
     const mn_column_coord at = mn_column_block_coord(p, tiles);
     const int64_t length = at.span.length, groups = (length + GROUP - 1) / GROUP;
     const int64_t stride = p.call.H * tiles * size::PACKS;
@@ -935,6 +1089,7 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
     pairs behind;
     float most_of_D = 0.0f, unit_of_D = 1.0f, unit = 1.0f;
     D.load(p, at, p.cot_state);
+    if (shared) cluster_wait();
     if (groups > 0) {
         float unit_behind = save_states<ROW_WARPS>(behind, saved, stride, smem, p, at, groups);
         const lane_places<ROW_WARPS> places;
@@ -961,21 +1116,27 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
                 ahead.template move<-1>(p);
                 ahead.template fetch<true>(p, at);
             }
-            smem.state_unit[warp_coord::warp()][GROUP] = unit_behind, unit_behind = own;
-            group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, behind, own, smem,
+            group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, behind, unit_behind, own,
+                                 smem,
                                  places, [&]() { if (n > 0) ask(n - 1); });
             warp_sums<ROW_WARPS> sums;
             if (!brings) sums.load(smem.in);
             __syncthreads();
             const int count = (int)min((int64_t)GROUP, length - n * GROUP);
-            if (!brings) sums.reduce(smem, p, at, n * GROUP, count);
-            else if (n > 0) ahead.put_back(smem.in, p.scale);
+            if (brings) {
+                if (n > 0) ahead.put_back(smem.in, p.scale);
+            } else if constexpr (WHOLE) {
+                sums.finish(smem, box, p, grads, at, n * GROUP, count, shared, looks);
+            } else {
+                sums.reduce(smem, p, at, n * GROUP, count);
+            }
             cp_async_wait();
             __syncthreads();
         }
     }
     D.rescale(unit_of_D, 1.0f);
     D.store(p, at, p.dstate0);
+    if (shared) cluster_arrive(), cluster_wait();    // what this block sent has come
 }
 
 /* ---- launch ---------------------------------------------------------------------------------- */
@@ -995,20 +1156,38 @@ bool saved_size(size_t *count, const mn_call &c) {
            mn_mul_size(count, *count, (size_t)c.H);
 }
 
-template <int ROW_WARPS>
-static int launch_with(const mn_column_params &p, cudaStream_t on) {
-    const int64_t tiles = mn_ceil_div(p.columns, (int64_t)TILE);
-    const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_smem(longhorn_diag_bwd_products<ROW_WARPS>, dim3((unsigned)blocks),
-                          sizes<ROW_WARPS>::THREADS, sizeof(smem_of<ROW_WARPS>), on, p, tiles);
+bool makes_whole(const mn_call &c) {
+    return supported(c) && row_warps(c) == 4 && c.V <= 2 * TILE && mn_device_is_sm90();
 }
 
-int launch(mn_column_params p, cudaStream_t on) {
+template <int ROW_WARPS, bool WHOLE>
+static int launch_with(const mn_column_params &p, const whole_grads &grads, cudaStream_t on) {
+    const int64_t tiles = mn_ceil_div(p.columns, (int64_t)TILE);
+    const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
+    const size_t bytes = sizeof(smem_of<ROW_WARPS>) + (WHOLE ? sizeof(inbox) : 0);
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    const cudaError_t code =
+        cudaFuncSetAttribute(longhorn_diag_bwd_products<ROW_WARPS, WHOLE>,
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    if (code != cudaSuccess) return code;
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = (unsigned)tiles;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks), config.blockDim = dim3(sizes<ROW_WARPS>::THREADS);
+    config.dynamicSmemBytes = bytes, config.stream = on;
+    config.attrs = &cluster, config.numAttrs = WHOLE && tiles == 2 ? 1 : 0;
+    return cudaLaunchKernelEx(&config, longhorn_diag_bwd_products<ROW_WARPS, WHOLE>, p, grads,
+                              tiles);
+}
+
+int launch(mn_column_params p, const whole_grads &grads, cudaStream_t on) {
     const int warps = row_warps(p.call);
     p.vec_aligned = mn_columns_vec_aligned<mn_bf16>(p, warps);
-    return warps == 2 ? launch_with<2>(p, on) : launch_with<4>(p, on);
+    if (makes_whole(p.call)) return launch_with<4, true>(p, grads, on);
+    return warps == 2 ? launch_with<2, false>(p, grads, on) : launch_with<4, false>(p, grads, on);
 }
 
 }    // namespace mneme::longhorn::diag

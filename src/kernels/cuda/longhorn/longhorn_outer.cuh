@@ -10,14 +10,6 @@
 
 namespace mneme::longhorn::outer {
 
-/* to = 1 + A b of depth 8 */
-__device__ __forceinline__ void mma_k8_one(float (&to)[4], unsigned a0, unsigned a1, unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%7, %7, %7, %7};"
-        : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
-        : "r"(a0), "r"(a1), "r"(b), "f"(1.0f));
-}
-
 /* to = A b of depth 8 */
 __device__ __forceinline__ void mma_k8_zero(float (&to)[4], unsigned a0, unsigned a1, unsigned b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
