@@ -1037,7 +1037,7 @@ enum { LAG_THREADS = 128, BATCH = 16, UNROLL = 8, MAX_PARTIALS = 8 };
 
 /* ---- parameters ------------------------------------------------------------------------------ */
 
-/* Parameters by lag or position, in float. */
+/* Parameters by lag or position, in float. A block has one rank, as below. */
 template <typename T>
 __global__ void hyper_params_by_lag_kernel(const __grid_constant__ mn_hyper_params k) {
     const mn_call &c = k.p.call;
@@ -1050,12 +1050,12 @@ __global__ void hyper_params_by_lag_kernel(const __grid_constant__ mn_hyper_para
     const T *d = mn_row<T>(second ? k.p.d2 : k.p.d1, 0, 0, which);
     float *to = k.params + mix * k.lags * (2 * k.ranks + 1);
     const int64_t entry = mn_hyper_entry(k, j);
-    for (int64_t a = 0; a < k.ranks; a++) {
+    for (int64_t a = blockIdx.z; a < k.ranks; a += gridDim.z) {
         float *at = to + mn_hyper_place(k, (int)j, (int)a);
         at[0] = a < R ? mn_float(U[entry * R + a]) : 0.0f;
         at[k.lags * k.ranks] = a < R ? mn_float(Vt[a * c.P + entry]) : 0.0f;
     }
-    to[2 * k.lags * k.ranks + j] = mn_float(d[entry]);
+    if (blockIdx.z == 0) to[2 * k.lags * k.ranks + j] = mn_float(d[entry]);
 }
 
 /* Sums of parts by lag, which lie as parameters do, to the parameters' gradients. */
@@ -1071,6 +1071,7 @@ __global__ void hyper_reduce_params_kernel(const __grid_constant__ mn_hyper_para
     const int64_t each = k.lags * (2 * k.ranks + 1), step = (c.Q + c.H) * each;
     const auto sum = [&](int64_t at) {
         float x = 0.0f;
+#pragma unroll 4
         for (int64_t i = 0; i < n_partials; i++) x += partials[i * step + mix * each + at];
         return x;
     };
@@ -1078,12 +1079,12 @@ __global__ void hyper_reduce_params_kernel(const __grid_constant__ mn_hyper_para
     T *dVt = mn_row<T>(second ? k.p.grad.Vt2 : k.p.grad.Vt1, 0, 0, which);
     T *dd = mn_row<T>(second ? k.p.grad.d2 : k.p.grad.d1, 0, 0, which);
     const int64_t entry = mn_hyper_entry(k, j);
-    for (int64_t a = 0; a < R; a++) {
+    for (int64_t a = blockIdx.z; a < R; a += gridDim.z) {
         const int64_t at = mn_hyper_place(k, (int)j, (int)a);
         if (dU) mn_put(dU + entry * R + a, sum(at));
         if (dVt) mn_put(dVt + a * c.P + entry, sum(k.lags * k.ranks + at));
     }
-    if (dd) mn_put(dd + entry, sum(2 * k.lags * k.ranks + j));
+    if (dd && blockIdx.z == 0) mn_put(dd + entry, sum(2 * k.lags * k.ranks + j));
 }
 
 /* What rows of a batch have for one mix: h c and y c of 16 ranks. */
@@ -1608,7 +1609,8 @@ static int run(const mn_hyper_args *p, bool backward, float *shared, cudaStream_
     }
     buffers s = carve_workspace(&to, shared, backward);
     mn_hyper_params &k = to.k;
-    const dim3 lags((unsigned)mn_ceil_div(mn_max(c.P, 1), 128), (unsigned)(c.Q + c.H));
+    const dim3 lags((unsigned)mn_ceil_div(mn_max(c.P, 1), 128), (unsigned)(c.Q + c.H),
+                    (unsigned)mn_max(k.ranks, 1));
     if (k.lags > 0) hyper_params_by_lag_kernel<T><<<lags, 128, 0, stream>>>(k);
     if (k.n_pieces > 0) {
         const dim3 pieces((unsigned)mn_ceil_div(k.n_pieces * 32, 128), lags.y, PIECE_KINDS);
