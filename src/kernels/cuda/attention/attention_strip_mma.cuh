@@ -519,7 +519,8 @@ struct mn_strip_acc {
         using kind = mn_tile_operands<float, float, a_trans, b_trans>;
         constexpr int lda = kind::A::pitch, ldb = kind::B::pitch;
         const int warp = threadIdx.x / 32, row = warp % 2 * 32, column = warp / 2 * 32;
-        const int lane = threadIdx.x % 32, in = lane % 8, odd = lane / 8 % 2 * 8, far = lane / 16 * 8;
+        const int lane = threadIdx.x % 32, in = lane % 8;
+        const int odd = lane / 8 % 2 * 8, far = lane / 16 * 8;
         const int from_a = a_trans ? (in + far) * lda + row + odd : (row + in + odd) * lda + far;
         const int from_b = b_trans ? (in + odd) * ldb + column + far
                                    : (column + in + far) * ldb + odd;
