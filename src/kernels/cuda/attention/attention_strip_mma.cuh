@@ -4,13 +4,14 @@
  * to cancel, and other floats on their side go in whole: as the sum of two of bf16, what rounding
  * leaves of the first being the second. Sums are float.
  *
- * A block of 256 threads makes 64 x 128 sums, in steps of a depth of 32: while the tensor cores
+ * A block of 256 threads makes 64 x 128 sums (64 x 64 where blocks are few), in steps of a depth of 32: while the tensor cores
  * work on one step in shared memory, the next is being put beside it and two more are on their way
  * from memory to registers. Tiles that see many keys start first. */
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_COL_TILE_MMA_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_COL_TILE_MMA_CUH
 
 #include "kernels/cuda/attention/attention_mma.cuh"
+#include "kernels/cuda/prim/device_props.h"
 #include "kernels/cuda/prim/first_wild.cuh"
 #include <type_traits>
 
@@ -420,7 +421,7 @@ inline void mn_rope_rows(const mn_rope_params &p, const mn_out &y, const mn_in &
 
 enum {
     MN_STRIP_TILE_M = 64,       // of a block's sums
-    MN_STRIP_TILE_N = 128,
+    MN_STRIP_TILE_N = 128,      // or half of it
     MN_STRIP_TILE_K = 32,
     MN_STRIP_ACC_PITCH = 132,      // floats of a row of sums in shared memory
 };
@@ -488,12 +489,11 @@ struct mn_tile_prefetch {
 
 /* How a block's two tiles in shared memory lie: a is (rows, depth) or, transposed, (depth, rows); b
  * is (columns, depth) or, turned, (depth, columns). */
-template <typename TA, typename TB, bool a_trans, bool b_trans>
+template <typename TA, typename TB, bool a_trans, bool b_trans, int N>
 struct mn_tile_operands {
     using A = mn_tile_prefetch<TA, a_trans ? MN_STRIP_TILE_K : MN_STRIP_TILE_M,
                        a_trans ? MN_STRIP_TILE_M : MN_STRIP_TILE_K>;
-    using B = mn_tile_prefetch<TB, b_trans ? MN_STRIP_TILE_K : MN_STRIP_TILE_N,
-                       b_trans ? MN_STRIP_TILE_N : MN_STRIP_TILE_K>;
+    using B = mn_tile_prefetch<TB, b_trans ? MN_STRIP_TILE_K : N, b_trans ? N : MN_STRIP_TILE_K>;
 };
 
 enum { MN_STRIP_A_NUMEL = 64 * 40, MN_STRIP_B_NUMEL = 128 * 40 };    // the largest of them, in bf16
@@ -503,31 +503,35 @@ union mn_strip_smem {
     float acc[MN_STRIP_TILE_M * MN_STRIP_ACC_PITCH];
 };
 
-/* The sums of a block: each of eight warps has 32 x 32, in blocks of 16 rows by eight columns. */
+/* The sums of a block, N columns: each of eight warps has 32 rows by N / 4 columns, in blocks of 16
+ * by eight. */
+template <int N>
 struct mn_strip_acc {
-    float at[2][4][4];
+    static constexpr int columns = N / 4, blocks = columns / 8;
+    float at[2][blocks][4];
 
     __device__ void clear() {
 #pragma unroll
-        for (int i = 0; i < 32; i++) at[i / 16][i / 4 % 4][i % 4] = 0.0f;
+        for (int i = 0; i < 8 * blocks; i++) at[i % 2][i / 8][i / 2 % 4] = 0.0f;
     }
 
     /* A step's products, of tiles in shared memory; `low` counts if `in_two`. Lane l gives row
      * l % 8 of matrix l / 8 of the four that one instruction reads. */
     template <bool a_trans, bool b_trans, bool in_two>
     __device__ void mma(uint32_t a, uint32_t low, uint32_t b) {
-        using kind = mn_tile_operands<float, float, a_trans, b_trans>;
+        using kind = mn_tile_operands<float, float, a_trans, b_trans, N>;
         constexpr int lda = kind::A::pitch, ldb = kind::B::pitch;
-        const int warp = threadIdx.x / 32, row = warp % 2 * 32, column = warp / 2 * 32;
-        const int lane = threadIdx.x % 32, in = lane % 8, odd = lane / 8 % 2 * 8, far = lane / 16 * 8;
+        const int warp = threadIdx.x / 32, row = warp % 2 * 32, column = warp / 2 * columns;
+        const int lane = threadIdx.x % 32, in = lane % 8;
+        const int odd = lane / 8 % 2 * 8, far = lane / 16 * 8;
         const int from_a = a_trans ? (in + far) * lda + row + odd : (row + in + odd) * lda + far;
         const int from_b = b_trans ? (in + odd) * ldb + column + far
                                    : (column + in + far) * ldb + odd;
 #pragma unroll
         for (int k = 0; k < MN_STRIP_TILE_K; k += 16) {
-            uint32_t right[2][4];
+            uint32_t right[blocks / 2][4];
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
+            for (int i = 0; i < blocks / 2; i++) {
                 const int to = b_trans ? k * ldb + i * 16 : i * 16 * ldb + k;
                 mn_ldmatrix_x4<b_trans>(right[i], b + (from_b + to) * 2);
             }
@@ -537,7 +541,7 @@ struct mn_strip_acc {
                 const int to = a_trans ? k * lda + i % 2 * 16 : i % 2 * 16 * lda + k;
                 mn_ldmatrix_x4<a_trans>(left, (i / 2 ? low : a) + (from_a + to) * 2);
 #pragma unroll
-                for (int n = 0; n < 4; n++) {
+                for (int n = 0; n < blocks; n++) {
                     mn_mma_m16n8k16(at[i % 2][n], left, right[n / 2][n % 2 * 2],
                                     right[n / 2][n % 2 * 2 + 1]);
                 }
@@ -549,11 +553,11 @@ struct mn_strip_acc {
     template <typename F>
     __device__ static void for_each(F use) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const int row = warp % 2 * 32 + lane / 4, column = warp / 2 * 32 + lane % 4 * 2;
+        const int row = warp % 2 * 32 + lane / 4, column = warp / 2 * columns + lane % 4 * 2;
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            const int r = row + i / 8 * 16 + i % 2 * 8, c = column + i / 2 % 4 * 8;
-            use(i / 8, i / 2 % 4, i % 2 * 2, r * MN_STRIP_ACC_PITCH + c);
+        for (int i = 0; i < 4 * blocks; i++) {
+            const int r = row + i / 2 % 2 * 16 + i % 2 * 8, c = column + i / 4 * 8;
+            use(i / 2 % 2, i / 4, i % 2 * 2, r * MN_STRIP_ACC_PITCH + c);
         }
     }
 
@@ -573,13 +577,13 @@ struct mn_strip_acc {
 
 /* sums += a b over `depth`, floats of a `whole` or rounded; a_at and b_at(row, column of the smem
  * tile, start of the step). */
-template <typename TA, typename TB, bool whole, bool a_trans, bool b_trans, typename FA,
+template <typename TA, typename TB, bool whole, bool a_trans, bool b_trans, int N, typename FA,
           typename FB>
-__device__ inline void mn_smem_tile_mma(mn_strip_acc &acc, mn_strip_smem &smem,
+__device__ inline void mn_smem_tile_mma(mn_strip_acc<N> &acc, mn_strip_smem &smem,
                                             int64_t depth,
                                         FA a_at, FB b_at) {
     constexpr int stages = 2;
-    using kind = mn_tile_operands<TA, TB, a_trans, b_trans>;
+    using kind = mn_tile_operands<TA, TB, a_trans, b_trans, N>;
     typename kind::A a[stages];
     typename kind::B b[stages];
     const auto load_gmem = [&](int i, int64_t k0) {
@@ -625,7 +629,7 @@ attention_scores_mma_kernel(const __grid_constant__ mn_q_block s, float *w, mn_a
     if (key0 + MN_STRIP_TILE_N <= mn_window_first(seen + 1, s.window)) return;
     const TA *a0 = a.row(tile.span.b, start + tile.first, h);
     const mn_bf16 *b0 = b.row(tile.span.b, start + key0, h);
-    mn_strip_acc acc;
+    mn_strip_acc<MN_STRIP_TILE_N> acc;
     acc.clear();
     mn_smem_tile_mma<TA, mn_bf16, true, false, false>(
         acc, smem, width,
@@ -679,7 +683,8 @@ __device__ inline int mn_strip_cut(const mn_q_block &s, const mn_tile_span &tile
     });
 }
 
-template <typename TY, bool whole>
+/* A block has N columns. */
+template <typename TY, bool whole, int N>
 __global__ void __launch_bounds__(MN_Q_BLOCK_THREADS, 2)
 attention_pv_mma_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t head0,
                          const float *w,
@@ -687,16 +692,16 @@ attention_pv_mma_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t 
     __shared__ __align__(128) mn_strip_smem smem;
     const int64_t which = s.n_tiles - 1 - blockIdx.z;
     mn_tile_span tile = mn_tile_at(s.call, MN_Q_BLOCK_ROWS, s.first + which);
-    const int64_t h = blockIdx.y, j0 = (int64_t)blockIdx.x * MN_STRIP_TILE_N;
+    const int64_t h = blockIdx.y, j0 = (int64_t)blockIdx.x * N;
     if (tile.n_rows > 0 && !whole && s.redo) {
-        tile.n_rows = mn_strip_cut<TY>(s, tile, y, head0 + h, x, h, j0, width);
+        tile.n_rows = mn_strip_cut<TY>(s, tile, y, head0 + h, x, h, j0, min(width, j0 + N));
     }
     const int64_t start = tile.span.t0, seen = mn_keys_before(s.call) + tile.first;
     const int64_t n_keys = seen + tile.n_rows, key0 = mn_window_tile(s, seen + 1);
     if (tile.n_rows == 0) return;
     const float *w0 = w + mn_q_block_offset(s, which, h, 0) + key0;
     const mn_bf16 *x0 = x.row(tile.span.b, start + key0, h) + j0;
-    mn_strip_acc acc;
+    mn_strip_acc<N> acc;
     acc.clear();
     mn_smem_tile_mma<float, mn_bf16, whole, false, true>(
         acc, smem, n_keys - key0,
@@ -712,9 +717,8 @@ attention_pv_mma_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t 
         });
     acc.store(smem.acc);
     __syncthreads();
-    for (int i = threadIdx.x; i < MN_STRIP_TILE_M * MN_STRIP_TILE_N;
-         i += MN_Q_BLOCK_THREADS) {
-        const int r = i / MN_STRIP_TILE_N, c = i % MN_STRIP_TILE_N;
+    for (int i = threadIdx.x; i < MN_STRIP_TILE_M * N; i += MN_Q_BLOCK_THREADS) {
+        const int r = i / N, c = i % N;
         if (r >= tile.n_rows || j0 + c >= width) continue;
         mn_put(mn_row<TY>(y, tile.span.b, start + tile.first + r, head0 + h) + j0 + c,
                scale * smem.acc[r * MN_STRIP_ACC_PITCH + c]);
@@ -785,7 +789,7 @@ attention_grad_kv_mma_kernel(const __grid_constant__ mn_q_block s, mn_out d, int
         if (wild < 0) return;
     }
     const int64_t kept = redo ? max(before + wild + 1 - tile.first, (int64_t)0) : 0;
-    mn_strip_acc acc;
+    mn_strip_acc<MN_STRIP_TILE_N> acc;
     for (int i = threadIdx.x; i < MN_STRIP_TILE_M * MN_STRIP_TILE_N;
          i += MN_Q_BLOCK_THREADS) {
         const int r = i / MN_STRIP_TILE_N, c = i % MN_STRIP_TILE_N;
@@ -871,15 +875,19 @@ inline void mn_attn_pv(const mn_q_block &s, const mn_out &y, int64_t head0, cons
     if (!y.data) return;
     if constexpr (mn_is_bf16<TX>()) {
         if (mn_operand_vec_aligned(x, width)) {
-            const dim3 blocks((unsigned)mn_ceil_div(width, MN_STRIP_TILE_N), (unsigned)s.heads,
+            /* Fewer columns for a block where there is less than one for each processor's two. */
+            constexpr int n = MN_STRIP_TILE_N, half = n / 2;
+            const int64_t most = mn_ceil_div(width, n) * s.heads * s.n_tiles;
+            const bool narrow = most < 2 * mn_device_props_current().processors;
+            const auto kernel = narrow ? attention_pv_mma_kernel<TY, whole, half>
+                                       : attention_pv_mma_kernel<TY, whole, n>;
+            const dim3 blocks((unsigned)mn_ceil_div(width, narrow ? half : n), (unsigned)s.heads,
                               (unsigned)s.n_tiles);
-            attention_pv_mma_kernel<TY, whole><<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(
-                s, y, head0, w, x, width, scale);
+            kernel<<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(s, y, head0, w, x, width, scale);
             if (whole) return;
             mn_q_block redo = s;
             redo.redo = true;
-            attention_pv_mma_kernel<TY, whole><<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(
-                redo, y, head0, w, x, width, scale);
+            kernel<<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(redo, y, head0, w, x, width, scale);
             return;
         }
     }
