@@ -359,7 +359,7 @@ static void check_groups(op_case c) {
         if (shares_next()) check_step(one, MN_F32);
         if (shares_next()) check_step(one, MN_BF16);
     }
-    c.B = 1, c.H = 6, c.groups = 2, c.K = 64, c.V = 64, c.seed = 7;
+    c.B = 1, c.H = 32, c.groups = 2, c.K = 64, c.V = 64, c.seed = 7;
     c.cu_seqlens = packing, c.n_seqs = MN_COUNTOF(packing) - 1, c.T = packing[c.n_seqs];
     check_both(c);
 }
@@ -464,6 +464,9 @@ static void kernels_match_reference(mn_op_id op) {
         if (op == MN_OP_delta && shares_next()) check_bf16(c);
         c.K = 104, c.V = 120;    // the same with rows for TMA
         if (op == MN_OP_delta && shares_next()) check_bf16(c);
+        c.groups = 2;    // and with more groups than processors
+        if (op == MN_OP_delta && shares_next()) check_bf16(c);
+        c.groups = 0;
         c.B = 2, c.H = 8, c.T = 200, c.V = 256, c.K = 40;
         if (op == MN_OP_ccq_read && shares_next()) check_bf16(c);
         c.B = 4, c.H = 16, c.T = 70, c.V = 72, c.K = 72;    // too many blocks for a walk beside

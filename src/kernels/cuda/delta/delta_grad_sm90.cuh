@@ -235,21 +235,25 @@ template <int KT, bool GROUPED>
 __device__ inline void mn_grad_load_chunk(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
                                           const mn_grad_tma_maps &maps, const mn_grad_coord &at,
                                           bool with_keys, int iter, int n) {
-    const int tiles = (int)(job.padded_v / 64), in_front = GROUPED ? min(tiles, 2) : 0;
-#pragma unroll 1
-    for (int i = 0; i <= tiles; i++, n++) {
-        if (i == in_front) {
-            mn_mbarrier_wait(&smem.keys_empty[iter % 2], (iter / 2 & 1) ^ 1);
-            if (GROUPED && with_keys && iter > 0) {
-                mn_mbarrier_wait(&smem.keys_empty[(iter - 1) % 2], (iter - 1) / 2 & 1);
-            }
-            mn_grad_load_keys<KT>(smem, iter % 2, smem.keys[mn_grad_keys_slot<GROUPED>(iter)],
-                                  with_keys, job, maps, at);
-        }
-        if (i == tiles) break;
+    const int tiles = (int)(job.padded_v / 64);
+    int i = 0;
+    const auto load_values = [&]() {
         mn_mbarrier_wait(&smem.stage_empty[n % 2], (n / 2 & 1) ^ 1);
         mn_grad_load_values<KT>(smem.stage[n % 2], &smem.stage_full[n % 2], job, maps, at, 64 * i);
+        i++, n++;
+    };
+    if constexpr (GROUPED) {
+#pragma unroll 1
+        while (i < tiles && i < 2) load_values();
     }
+    mn_mbarrier_wait(&smem.keys_empty[iter % 2], (iter / 2 & 1) ^ 1);
+    if (GROUPED && with_keys && iter > 0) {
+        mn_mbarrier_wait(&smem.keys_empty[(iter - 1) % 2], (iter - 1) / 2 & 1);
+    }
+    mn_grad_load_keys<KT>(smem, iter % 2, smem.keys[mn_grad_keys_slot<GROUPED>(iter)], with_keys,
+                          job, maps, at);
+#pragma unroll 1
+    while (i < tiles) load_values();
     mn_mbarrier_wait(&smem.matrices_empty, (iter & 1) ^ 1);
     if (threadIdx.x % 32 > 0) return;
     mn_mbarrier_arrive_expect_tx(&smem.matrices_full, 2 * mn_tile_bytes<64>());
