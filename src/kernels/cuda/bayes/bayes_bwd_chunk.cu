@@ -204,6 +204,14 @@ __device__ static void put_last(double *to, const strip<R> &P, F adjoint) {
     }
 }
 
+/* This warp's rows of P to memory. */
+template <int R>
+__device__ static void put_strip(double *to, const strip<R> &P) {
+    to += 16 * (threadIdx.x / 32) * R;
+#pragma unroll
+    for (int j = 0; j < R / 8; j++) put_rows(to, R, 8 * j, P[j]);
+}
+
 /* Chunk c on its way to shared memory. */
 template <int R, bool TIGHT>
 __device__ static void fetch_covariance(covariance_smem<R, TIGHT> &smem, const span_work &w,
@@ -261,13 +269,11 @@ __device__ static void scan_covariance(covariance_smem<R, TIGHT> &smem, const mn
             const double first = __shfl_sync(0xffffffffu, r2, 0);
             if (!raise_col_tile<R, TIGHT>(P, smem, nk, first, turns)) break;
         }
-        if (c % SPAN_CHUNKS == 0) {
-            double *to = w.P + at.group(c) * w.P_each + 16 * warp * R;
-#pragma unroll
-            for (int j = 0; j < R / 8; j++) put_rows(to, R, 8 * j, P[j]);
-        }
-        if (warp == 0) {
+        const bool leaves = c % SPAN_CHUNKS == 0;
+        if (leaves && warp > 0) put_strip<R>(w.P + at.group(c) * w.P_each, P);
+        if (warp == 0) {    // its rows of P wait: all others wait for it
             factorise(smem.S, smem.eliminate, smem.sigma, smem.inverse[now], r2);
+            if (leaves) put_strip<R>(w.P + at.group(c) * w.P_each, P);
         } else if (warp < 3 && c > 0) {
             put_reads<R>(w.reads + at.own(c - 1) * SMALL, smem.z,
                          smem.q[(c - 1) % STAGES], smem.inverse[!now], warp - 1);
