@@ -204,6 +204,27 @@ __device__ static void put_last(double *to, const strip<R> &P, F adjoint) {
     }
 }
 
+/* P += left (16, 16 tokens) times `rows` (16 tokens, R), and through_col_tile by what it becomes: a
+ * block of columns is read while the next one grows. */
+template <int R>
+__device__ static void add_product_through(double (&c)[2][2][2], strip<R> &P,
+                                           const double (&left)[8], const double *rows, int ld,
+                                           const double *k, int ld_k) {
+#pragma unroll
+    for (int j = 0; j <= R / 8; j++) {
+        if (j < R / 8) {
+            double b[4];
+            right_columns16(b, rows, ld, 8 * j);
+            mn_mma_f64_k16(P[j], left, b);
+        }
+        if (j == 0) continue;
+        double a[4];
+        left_rows(a, k, ld_k, 8 * (j - 1));
+        mn_mma_f64_k8(c[0], a, P[j - 1][0]);
+        mn_mma_f64_k8(c[1], a, P[j - 1][1]);
+    }
+}
+
 /* This warp's rows of P to memory. */
 template <int R>
 __device__ static void put_strip(double *to, const strip<R> &P) {
@@ -246,16 +267,22 @@ __device__ static void scan_covariance(covariance_smem<R, TIGHT> &smem, const mn
     fetch_covariance<R, TIGHT>(smem, w, at, 0), fetch_covariance<R, TIGHT>(smem, w, at, 1);
     await_copies();
     __syncthreads();
+    double x[2][2][2], noisy[2][2][2];
+    const auto get_noisy = [&](int64_t c) {
+        const double *nk = w.nk + at.shared(c) * CHUNK * R;
+        get_rows(noisy[0], nk, R, column), get_rows(noisy[1], nk, R, column + 8);
+    };
+    if (at.n_chunks > 0) get_noisy(0);
+    bool there = false;    // the chunk's products with P are in x
     for (int64_t c = 0; c < at.n_chunks; c++) {
         const int stage = (int)(c % STAGES), now = (int)(c % 2);
         const double *k = smem.k[c % smem.KEY_STAGES];
-        const double *nk = w.nk + at.shared(c) * CHUNK * R;
         const double r2 = w.r2[at.own(c) * CHUNK + lane % 16];
-        double x[2][2][2], noisy[2][2][2];
-        get_rows(noisy[0], nk, R, column), get_rows(noisy[1], nk, R, column + 8);
         for (bool again = false;; again = true) {
-            zero(x[0]), zero(x[1]);
-            through_col_tile<R>(x, k, LEFT, P);
+            if (!there || again) {
+                zero(x[0]), zero(x[1]);
+                through_col_tile<R>(x, k, LEFT, P);
+            }
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 x[i / 4][i / 2 % 2][i % 2] += noisy[i / 4][i / 2 % 2][i % 2];
@@ -267,6 +294,7 @@ __device__ static void scan_covariance(covariance_smem<R, TIGHT> &smem, const mn
             __syncthreads();
             if (!handed_in || c > 0 || again) break;
             const double first = __shfl_sync(0xffffffffu, r2, 0);
+            const double *nk = w.nk + at.shared(c) * CHUNK * R;
             if (!raise_col_tile<R, TIGHT>(P, smem, nk, first, turns)) break;
         }
         const bool leaves = c % SPAN_CHUNKS == 0;
@@ -312,13 +340,15 @@ __device__ static void scan_covariance(covariance_smem<R, TIGHT> &smem, const mn
             const double inverse = -smem.inverse[now][lane % 4 + 4 * i];
             left[2 * i] *= inverse, left[2 * i + 1] *= inverse;
         }
-#pragma unroll
-        for (int j = 0; j < R / 8; j++) {
-            double b[4];
-            right_columns16(b, smem.z, RIGHT, 8 * j);
-            mn_mma_f64_k16(P[j], left, b);
+        get_noisy(min(c + 1, at.n_chunks - 1));
+        there = c % SPAN_CHUNKS != SPAN_CHUNKS - 1;    // then the next chunk is in the same frame
+        if (there) {
+            zero(x[0]), zero(x[1]);
+            add_product_through<R>(x, P, left, smem.z, RIGHT, smem.k[(c + 1) % smem.KEY_STAGES],
+                                   LEFT);
+            continue;
         }
-        if (c % SPAN_CHUNKS != SPAN_CHUNKS - 1) continue;
+        add_product<R>(P, left, smem.z, RIGHT);
         const double *noise = smem.noise[stage];
         double own[2][2] = {};
         pick_inside<R>(own, P);
