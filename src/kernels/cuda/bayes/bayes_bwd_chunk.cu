@@ -204,6 +204,14 @@ __device__ static void put_last(double *to, const strip<R> &P, F adjoint) {
     }
 }
 
+/* This warp's rows of P to memory. */
+template <int R>
+__device__ static void put_strip(double *to, const strip<R> &P) {
+    to += 16 * (threadIdx.x / 32) * R;
+#pragma unroll
+    for (int j = 0; j < R / 8; j++) put_rows(to, R, 8 * j, P[j]);
+}
+
 /* Chunk c on its way to shared memory. */
 template <int R, bool TIGHT>
 __device__ static void fetch_covariance(covariance_smem<R, TIGHT> &smem, const span_work &w,
@@ -238,16 +246,22 @@ __device__ static void scan_covariance(covariance_smem<R, TIGHT> &smem, const mn
     fetch_covariance<R, TIGHT>(smem, w, at, 0), fetch_covariance<R, TIGHT>(smem, w, at, 1);
     await_copies();
     __syncthreads();
+    double x[2][2][2], noisy[2][2][2];
+    const auto get_noisy = [&](int64_t c) {
+        const double *nk = w.nk + at.shared(c) * CHUNK * R;
+        get_rows(noisy[0], nk, R, column), get_rows(noisy[1], nk, R, column + 8);
+    };
+    if (at.n_chunks > 0) get_noisy(0);
+    bool there = false;    // the chunk's products with P are in x
     for (int64_t c = 0; c < at.n_chunks; c++) {
         const int stage = (int)(c % STAGES), now = (int)(c % 2);
         const double *k = smem.k[c % smem.KEY_STAGES];
-        const double *nk = w.nk + at.shared(c) * CHUNK * R;
         const double r2 = w.r2[at.own(c) * CHUNK + lane % 16];
-        double x[2][2][2], noisy[2][2][2];
-        get_rows(noisy[0], nk, R, column), get_rows(noisy[1], nk, R, column + 8);
         for (bool again = false;; again = true) {
-            zero(x[0]), zero(x[1]);
-            through_col_tile<R>(x, k, LEFT, P);
+            if (!there || again) {
+                zero(x[0]), zero(x[1]);
+                through_col_tile<R>(x, k, LEFT, P);
+            }
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 x[i / 4][i / 2 % 2][i % 2] += noisy[i / 4][i / 2 % 2][i % 2];
@@ -259,15 +273,14 @@ __device__ static void scan_covariance(covariance_smem<R, TIGHT> &smem, const mn
             __syncthreads();
             if (!handed_in || c > 0 || again) break;
             const double first = __shfl_sync(0xffffffffu, r2, 0);
+            const double *nk = w.nk + at.shared(c) * CHUNK * R;
             if (!raise_col_tile<R, TIGHT>(P, smem, nk, first, turns)) break;
         }
-        if (c % SPAN_CHUNKS == 0) {
-            double *to = w.P + at.group(c) * w.P_each + 16 * warp * R;
-#pragma unroll
-            for (int j = 0; j < R / 8; j++) put_rows(to, R, 8 * j, P[j]);
-        }
-        if (warp == 0) {
+        const bool leaves = c % SPAN_CHUNKS == 0;
+        if (leaves && warp > 0) put_strip<R>(w.P + at.group(c) * w.P_each, P);
+        if (warp == 0) {    // its rows of P wait: all others wait for it
             factorise(smem.S, smem.eliminate, smem.sigma, smem.inverse[now], r2);
+            if (leaves) put_strip<R>(w.P + at.group(c) * w.P_each, P);
         } else if (warp < 3 && c > 0) {
             put_reads<R>(w.reads + at.own(c - 1) * SMALL, smem.z,
                          smem.q[(c - 1) % STAGES], smem.inverse[!now], warp - 1);
@@ -306,13 +319,15 @@ __device__ static void scan_covariance(covariance_smem<R, TIGHT> &smem, const mn
             const double inverse = -smem.inverse[now][lane % 4 + 4 * i];
             left[2 * i] *= inverse, left[2 * i + 1] *= inverse;
         }
-#pragma unroll
-        for (int j = 0; j < R / 8; j++) {
-            double b[4];
-            right_columns16(b, smem.z, RIGHT, 8 * j);
-            mn_mma_f64_k16(P[j], left, b);
+        get_noisy(min(c + 1, at.n_chunks - 1));
+        there = c % SPAN_CHUNKS != SPAN_CHUNKS - 1;    // then the next chunk is in the same frame
+        if (there) {
+            zero(x[0]), zero(x[1]);
+            add_product_through<R>(x, P, left, smem.z, RIGHT, smem.k[(c + 1) % smem.KEY_STAGES],
+                                   LEFT);
+            continue;
         }
-        if (c % SPAN_CHUNKS != SPAN_CHUNKS - 1) continue;
+        add_product<R>(P, left, smem.z, RIGHT);
         const double *noise = smem.noise[stage];
         double own[2][2] = {};
         pick_inside<R>(own, P);
@@ -601,37 +616,40 @@ span_totals_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constan
     }
 }
 
-/* dla and dtheta of a head of a span. */
+/* dla and dtheta of a head of a span: a thread has a channel, `width` threads side by side have all
+ * of a token, and rows of a chunk have what follows it in common. */
 template <typename T>
 __device__ static void decays_of(const mn_bayes_args &p, const span_work &w, int64_t head) {
-    constexpr int AHEAD = 8;    // numbers of a thread that are loaded together
+    constexpr int AHEAD = 16;    // numbers of a thread that are loaded together
     const int64_t H = p.call.H, h = head % H;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
     if (tile.n_rows == 0 || w.steep[tile.n * H + h]) return;
-    const int K = (int)p.call.K, count = (int)tile.n_rows * K;
+    const int K = (int)p.call.K, n_rows = (int)tile.n_rows, width = K > 64 ? 128 : K > 32 ? 64 : 32;
+    const int i = (int)threadIdx.x % width, row = (int)threadIdx.x / width, step = 256 / width;
+    if (i >= K) return;
     const mn_out to[] = { p.grad.la, p.grad.theta };
-    const double *totals = w.totals + head * SPAN_CHUNKS * 2 * K;
-    const float *locals = w.local + head * SPAN_TOKENS * 2 * K;
+    const int64_t when = tile.span.t0 + tile.first;
 #pragma unroll
     for (int which = 0; which < 2; which++) {
-        T *first = mn_row<T>(to[which], tile.span.b, tile.span.t0 + tile.first, h);
-        for (int base = threadIdx.x; first && base < count; base += AHEAD * 256) {
+        T *first = mn_row<T>(to[which], tile.span.b, when, h);
+        const double *totals = w.totals + head * SPAN_CHUNKS * 2 * K + i + which * K;
+        const float *locals = w.local + head * SPAN_TOKENS * 2 * K + i + which * K;
+        for (int base = row; first && base < n_rows; base += AHEAD * step) {
             double behind[AHEAD];
             float local[AHEAD];
+            T raw[AHEAD];
 #pragma unroll
             for (int j = 0; j < AHEAD; j++) {
-                const int at = min(base + 256 * j, count - 1), t = at / K, i = at % K + which * K;
-                behind[j] = totals[t / CHUNK * 2 * K + i], local[j] = locals[t * 2 * K + i];
+                const int t = min(base + step * j, n_rows - 1);
+                behind[j] = totals[t / CHUNK * 2 * K], local[j] = locals[t * 2 * K];
+                raw[j] = mn_row<T>(p.la, tile.span.b, when + t, h)[i];
             }
 #pragma unroll
             for (int j = 0; j < AHEAD; j++) {
-                const int at = base + 256 * j, t = at / K, i = at % K;
-                if (at >= count) break;
+                const int t = base + step * j;
+                if (t >= n_rows) break;
                 double grad = behind[j] + (double)local[j];
-                if constexpr (sizeof(T) == 2) {
-                    const int64_t when = tile.span.t0 + tile.first + t;
-                    if (which == 0) grad *= cut_of<T>(mn_row<T>(p.la, tile.span.b, when, h)[i]);
-                }
+                if (sizeof(T) == 2 && which == 0) grad *= cut_of<T>(raw[j]);
                 mn_put(first + t * to[which].stride[1] + i, (float)grad);
             }
         }
