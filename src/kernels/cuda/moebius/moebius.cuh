@@ -410,10 +410,10 @@ template <typename T, int N_KEYS, int N_LINES> struct tile_prefetch {
 };
 
 /* KINDS of sums over slots at the tokens of a tile: of each channel the part of each lane along the
- * slots, as four tokens at a time leave it. A warp has all slots of its channels and so adds up what
- * it left itself. Packs of four tokens change places by channel, and lanes lie four numbers further
- * apart than their channels' tokens: eight lanes of a warp meet different banks, those of a put as
- * those of a sum. */
+ * slots, as four tokens at a time leave it. A warp has all slots of its channels and so adds up
+ * what it left itself. Packs of four tokens change places by channel, and lanes lie four numbers
+ * further apart than their channels' tokens: eight lanes of a warp meet different banks, those of a
+ * put as those of a sum. */
 template <int KINDS> struct slot_sums {
     static_assert(block::GROUPS == 1 && block::C == 1 && TOKENS == 16, "a warp's sums");
     alignas(16) float at[KINDS][4][block::COLUMNS * TOKENS + 4];

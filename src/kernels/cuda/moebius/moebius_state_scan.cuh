@@ -166,8 +166,8 @@ template <int KINDS> struct scan_stage {
     }
 };
 
-/* A thread's part of one kind of number of a tile: EACH neighbours of one token. A warp has the same
- * neighbours of 32 tokens, which it stores to different banks. */
+/* A thread's part of one kind of number of a tile: EACH neighbours of one token. A warp has the
+ * same neighbours of 32 tokens, which it stores to different banks. */
 template <typename T, int TILE> struct scan_vec_loader {
     static constexpr int EACH = SCAN_SIDE / 2;
     static_assert(TILE % 32 == 0, "a warp's tokens");
