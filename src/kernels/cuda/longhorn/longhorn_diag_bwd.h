@@ -13,7 +13,8 @@ bool supported(const mn_call &call);
 /* Floats of the states that it saves, which go to `spans` of the parameters. */
 bool saved_size(size_t *count, const mn_call &call);
 
-/* Gradients that are made there from all columns of a head; whether dq and dk are stored by fours. */
+/* Gradients that are made there from all columns of a head; whether dq and dk are stored by
+ * fours. */
 struct whole_grads {
     mn_out q, k, beta;
     bool vec_aligned;
