@@ -741,9 +741,6 @@ hyper_params_grad_mma_kernel(const __grid_constant__ mn_hyper_params k, float *p
     for (int l = 0; l < 2; l++) of[l].store(k, partial, lag0 + 16 * l);
 }
 
-/* Whether bf16 calls of up to 16 ranks go there. */
-static constexpr bool params_by_mma = true;
-
 /* ---- outputs --------------------------------------------------------------------------------- */
 
 /* o = y scale gv; and, going back, dgv = do y scale and g_o = do gv scale. A block has one row of a
@@ -789,7 +786,7 @@ static bool workspace_of(scratch *to, const mn_hyper_args *p, bool backward) {
     const int64_t R = mn_max(k.has_params[0] ? c.R : 0, k.has_params[1] ? c.W : 0);
     k.ranks = mn_ceil_div(R, MN_HYPER_RANKS) * MN_HYPER_RANKS;
     k.lags = R > 0 ? (c.P + 3) / 4 * 4 : 0;
-    const bool by_mma = rows_by_mma && c.dtype == MN_BF16 && k.ranks == MN_HYPER_RANKS;
+    const bool by_mma = c.dtype == MN_BF16 && k.ranks == MN_HYPER_RANKS;
     k.n_pieces = by_mma ? mn_ceil_div(c.P, PIECE_LAGS) : 0;
     k.row_floats = MN_HYPER_FIRST + 9 * k.ranks;
     to->n_matrices = k.branches * (backward ? 2 : 1) + (backward ? 2 : 0);
@@ -895,7 +892,7 @@ static void q_block_backward(const mn_hyper_params &k, const buffers &to, int64_
     launch_rows<T>(k, true, stream);
     const dim3 lags((unsigned)mn_ceil_div(k.lags, LAG_THREADS), (unsigned)(c.Q + c.H),
                     (unsigned)n_partials);
-    const bool by_mma = params_by_mma && mn_is_bf16<T>() && k.ranks == MN_HYPER_RANKS &&
+    const bool by_mma = mn_is_bf16<T>() && k.ranks == MN_HYPER_RANKS &&
                         mn_device_props_current().major >= 8;
     const auto by_lag = k.p.layout == 1 ? hyper_params_grad_mma_kernel<true>
                                         : hyper_params_grad_mma_kernel<false>;

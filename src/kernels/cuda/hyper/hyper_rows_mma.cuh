@@ -533,9 +533,6 @@ hyper_rows_bwd_mma_kernel(const __grid_constant__ mn_hyper_params k) {
     for (int b = 0; b < branches; b++) mn_piece_ranks_back(k, f, smem, b, smem.sum(b));
 }
 
-/* Whether bf16 calls of up to 16 ranks go there. */
-static constexpr bool rows_by_mma = true;
-
 }    // namespace mneme::hyper
 
 #endif
