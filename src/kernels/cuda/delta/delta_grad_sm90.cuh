@@ -42,24 +42,12 @@ __device__ inline int mn_grad_heads(const mn_delta_params &job) {
     return GROUPED ? (int)(job.p.call.H / job.p.call.J) : 1;
 }
 
-/* The unit that is the `turn`-th of a batch: of all sequences the first chunks, the last, the
- * second, the second to last, and so on. With these the scans back and forward ended, so that the
- * second cache still has of the first ones what they have left. */
-__device__ inline int64_t mn_grad_from_both_ends(const mn_call &call, int64_t turn, int heads) {
-    const unsigned units = (unsigned)call.H / heads, each = (unsigned)call.B * units;
-    const unsigned n_chunks = (unsigned)((call.T + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
-    const unsigned step = (unsigned)turn / each, rest = (unsigned)turn % each;
-    const unsigned chunk = step % 2 ? n_chunks - 1 - step / 2 : step / 2;
-    return ((int64_t)(rest / units) * n_chunks + chunk) * units + rest % units;
-}
-
 /* The first record of unit `index`. In a redo units are sequences and heads; below zero: the head
  * is not cut, or one in front of it in its group is, in the same chunk. */
 template <bool REDO, bool GROUPED>
 __device__ inline int64_t mn_grad_first_record(const mn_delta_params &job, int64_t index) {
     const int heads = mn_grad_heads<GROUPED>(job);
-    if (!REDO && job.p.call.cu_seqlens) return index * heads;
-    if (!REDO) return mn_grad_from_both_ends(job.p.call, index, heads) * heads;
+    if (!REDO) return index * heads;
     const int64_t record = mn_delta_record_of(job, index);
     if (!GROUPED || record < 0) return record;
     const int own = (int)(index % heads);
@@ -578,8 +566,7 @@ __device__ inline void mn_grad_token_sums(mn_grad_sm90_smem<KT> &smem, const mn_
 /* DV: dX is dv.
  *
  * Grid: as many blocks of 18 warps as there are processors, block b has units b, b + grid, ... of
- * n_units = slots * H, GROUPED: slots * J, or halves of twice as many, in an order that
- * mn_grad_first_record knows.
+ * n_units = slots * H, GROUPED: slots * J, or halves of twice as many.
  * Loads   P, A (64,64), S, D (V,KT), R, dX (V,64) and the decays of the workspace, do (64,V), q and
  *         e (64,KT), for each chunk.
  * Stores  grad.q, grad.e (64,KT), GROUPED of (B,T,J,K), grad.beta and grad.g (64) where given;
