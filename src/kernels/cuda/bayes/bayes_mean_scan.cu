@@ -58,8 +58,10 @@ struct worker {
     double M[TILES][2][2];
     int index, lane, value, part;    // own warp; first column of the slice; half of the rows
 
-    __device__ worker(void) {
-        index = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
+    /* What follows from the thread's number, for each stage anew, as the covariance's do. */
+    __device__ void sit(void) {
+        const unsigned thread = __shfl_sync(0xffffffffu, threadIdx.x, (int)threadIdx.x % 32);
+        index = (int)thread / 32, lane = (int)thread % 32;
         value = index / HALVES * 16, part = index % HALVES;
     }
 
@@ -352,6 +354,7 @@ __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
     const int64_t slot = mn_state_scan_slot(call, s.n),
         chunks = (s.span.length + CHUNK - 1) / CHUNK;
     worker<T, RP> mine;
+    mine.sit();
     const float *given = mn_row<float>(job.p.M0, s.n, 0, s.h);
     mine.each(job, s, [&](double &x, int r, int column) {
         x = given ? (double)given[r * call.V + column] : 0.0;
@@ -383,6 +386,7 @@ __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
             shares &share = m.share[s.step % 2];
             double e[2][2][2], o[2][2];
             unsigned v[4];
+            mine.sit();
             mine.values(v, job, s, s.t);
             s.low = 0, s.high = count;
             if (steep) {
@@ -392,10 +396,13 @@ __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
                 fill_steep(m, in, job, s, step);
                 __syncthreads();
             }
+            mine.sit();
             mine.begin(e, v);
             mine.read(o, e, m, share, job.reads);
+            mine.sit();
             if (!steep) await_copies(&m.arrived[1], (unsigned)chunk);
             if (job.reads) mine.weigh(m, in, share);
+            mine.sit();
             __syncthreads();
             if (ends) mine.expect_values(job, s, s.t + CHUNK);
             if (mine.index == KEYS && ends && !last) request_keys(m, job, (unsigned)next);
@@ -404,6 +411,7 @@ __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
             }
             mine.solve(e, in, share);
             if (job.p.o.data && job.reads) mine.put(o, e, share, job, s);
+            mine.sit();
             mine.write(in, e, job.step == 2);
         }
         if (mine.index == WRITES && !asked) {
