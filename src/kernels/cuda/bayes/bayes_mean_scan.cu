@@ -283,6 +283,14 @@ __device__ static void request_keys(smem<RP> &m, const mn_state_scan_job &job, u
                              &m.arrived[0]);
 }
 
+/* A look at a counter that orders nothing, and leaves L1 its lines: one that did so would empty it
+ * each time, for the covariance's block beside, too. */
+__device__ inline int look_at(const int *from) {
+    int value;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
 /* `chunk` is the sequence's first, second, ... at `place`. Issues the loads of z (16,RP), L^-1
  * (16,16), Phi (RP) and 1 / sigma (16) once all blocks of the covariance have counted the chunk in
  * work.done; the first `known` chunks are known to be counted. By one warp. */
@@ -297,10 +305,9 @@ __device__ static void request_writes(smem<RP> &m, int &known, const mn_state_sc
     const int *done = work.done + s.scan * MN_SCAN_BLOCKS + (int)threadIdx.x % job.blocks;
     if (known <= chunk) {    // alike in all lanes, of which each looks after one block
         do {
-            int there;
-            there = mn_load_acquire(done);
-            known = __reduce_min_sync(0xffffffffu, there);
+            known = __reduce_min_sync(0xffffffffu, look_at(done));
         } while (known <= chunk);
+        mn_load_acquire(done);
         mn_state_scan_before_copies();
     }
     __syncwarp();
