@@ -742,8 +742,8 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
 
 #endif
 
-/* A block takes tiles of 128 keys of a key head j by the ticket, one after the other: the next
- * queries, keys and values are on their way while the last results leave.
+/* A block takes tiles of 128 keys of a key head j by the ticket, one after the other: the next tile
+ * is known when the products end, and its loads begin when the last results have left.
  * Loads   k, v (128,K or V) once; then, last queries first, q, do (64,K or V), a and b (64) for
  *         every tile of queries that see the keys, of each query head that shares the key head.
  * Stores  dk, dv (128,K or V) at the end; adds its k'dz (128,64) and sums of dz to `sums` of each
