@@ -929,8 +929,9 @@ __device__ __forceinline__ void tile_forward(state_frag &c, float *out,
  * blocks share the slots, into its part. */
 template <typename Block>
 struct output_writer {
-    enum { ACROSS = Block::COLUMNS / 4, APART = producer_warps<Block>::THREADS / ACROSS };
-    char *to;         // its first token of the tile; nullptr: not wanted
+    enum { ACROSS = Block::COLUMNS / 4, ROWS = producer_warps<Block>::THREADS / ACROSS };
+    enum { APART = ROWS < TOKENS ? ROWS : TOKENS };
+    char *to;         // its first token of the tile; nullptr: not wanted, or there is none
     int64_t between;    // bytes between its tokens
     int inside;
     float scale;
@@ -941,12 +942,14 @@ struct output_writer {
     __device__ output_writer(const mn_importance_args &p, float *parts, const place &at,
                              int64_t n_rows) {
         const int64_t v = Block::column0() + column(), token = at.span.t0 + row();
-        const int64_t row = blockIdx.z * n_rows + (at.span.b * p.call.T + token) * p.call.H + at.h;
+        const int64_t place = blockIdx.z * n_rows + (at.span.b * p.call.T + token) * p.call.H + at.h;
         mn_bf16 *o = mn_row<mn_bf16>(p.o, at.span.b, token, at.h);
         inside = (int)min(p.call.V - v, (int64_t)4);
         scale = (float)p.scale;
-        if (gridDim.z > 1) {
-            to = (char *)(parts + row * 2 * p.call.V + v);
+        if (row() >= TOKENS) {
+            to = nullptr, between = 0;
+        } else if (gridDim.z > 1) {
+            to = (char *)(parts + place * 2 * p.call.V + v);
             between = APART * p.call.H * 2 * p.call.V * (int64_t)sizeof(float);
         } else {
             to = (char *)(o ? o + v : o);
