@@ -862,7 +862,6 @@ enum {
     MN_SINGLE_PASS_SEARCH_THREADS = 128,
     MN_SINGLE_PASS_AT_ONCE = 16,
     MN_SINGLE_PASS_ROWS_AT_ONCE = 64,
-    MN_SINGLE_PASS_TILES_AT_ONCE = 8,    // tiles whose flags a block looks at
 };
 
 /* Finds rows t + [0, n) of head h whose dominant key is one of the tile's, in order; returns how
@@ -939,15 +938,20 @@ __device__ inline void mn_single_pass_add_rows(mn_bf16 *dk, int64_t stride, cons
     }
 }
 
-/* dk (128,K) += scale residual q over the rows whose dominant key is one of the 128 of tile `slot`,
- * a thread for each column. */
-__device__ inline void mn_single_pass_correct_dk(const mn_single_pass &k, float *sum, int2 *found,
-                                                 int *counts, int64_t slot, int64_t j) {
+/* Grid: (slots of 128 keys, J). dk (128,K) += scale residual q over the rows whose dominant key is
+ * one of the 128, a thread for each column; blocks whose flag is not set return at once. */
+__global__ static void __launch_bounds__(MN_SINGLE_PASS_SEARCH_THREADS)
+attention_bwd_dk_correction_kernel(const __grid_constant__ mn_single_pass k) {
+    extern __shared__ float sum[];    // (keys, columns)
+    __shared__ int2 found[MN_SINGLE_PASS_SEARCH];
+    __shared__ int counts[MN_SINGLE_PASS_SEARCH_THREADS / 32];
     const mn_attn_params &p = k.f.p;
     mn_call keys = p.call;
     keys.T = keys.L;
-    const int64_t heads = p.call.H / keys.J;
-    const mn_tile_span tile = mn_tile_at(keys, MN_SINGLE_PASS_KEYS, slot);
+    const int64_t j = blockIdx.y, H = p.call.H, heads = H / keys.J;
+    mn_pdl_wait();
+    if (!k.flags[blockIdx.x * keys.J + j]) return;
+    const mn_tile_span tile = mn_tile_at(keys, MN_SINGLE_PASS_KEYS, blockIdx.x);
     const int64_t b = tile.span.b, t0 = tile.span.t0, K = keys.K;
     const int64_t length = keys.cu_seqlens ? tile.span.length : p.call.T;
     const int64_t first = max(tile.first - mn_keys_before(p.call), (int64_t)0);
@@ -967,25 +971,6 @@ __device__ inline void mn_single_pass_correct_dk(const mn_single_pass &k, float 
     if (column >= K) return;
     mn_single_pass_add_rows(mn_row<mn_bf16>(p.dk, b, t0 + tile.first, j) + column,
                             p.dk.stride[1], sum + column, (int)tile.n_rows, p.scale);
-}
-
-/* Grid: (slots of 128 keys in eights, J). Corrects dk of tiles whose flag is set; most have none,
- * and a block for each would cost more than what they do. */
-__global__ static void __launch_bounds__(MN_SINGLE_PASS_SEARCH_THREADS)
-attention_bwd_dk_correction_kernel(const __grid_constant__ mn_single_pass k) {
-    extern __shared__ float sum[];    // (keys, columns)
-    __shared__ int2 found[MN_SINGLE_PASS_SEARCH];
-    __shared__ int counts[MN_SINGLE_PASS_SEARCH_THREADS / 32];
-    const int64_t j = blockIdx.y, J = k.f.p.call.J;
-    const int64_t slot0 = (int64_t)blockIdx.x * MN_SINGLE_PASS_TILES_AT_ONCE;
-    const int lane = threadIdx.x % 32;
-    mn_pdl_wait();
-    const bool flagged = lane < MN_SINGLE_PASS_TILES_AT_ONCE &&
-                         (slot0 + lane) * J < k.n_flags && k.flags[(slot0 + lane) * J + j];
-    unsigned left = __ballot_sync(0xffffffffu, flagged);    // the same in all warps
-    for (; left; left &= left - 1) {
-        mn_single_pass_correct_dk(k, sum, found, counts, slot0 + __ffs((int)left) - 1, j);
-    }
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
@@ -1097,9 +1082,8 @@ inline int mn_single_pass_bwd(const mn_attn_params &p, float *shared, cudaStream
     }
     if (code != cudaSuccess) return code;
     if (!p.dk.data) return mn_launch_status();
-    const int64_t tiles = mn_ceil_div(layout.n_flags / c.J, (int64_t)MN_SINGLE_PASS_TILES_AT_ONCE);
     return mn_launch_smem_behind(true, attention_bwd_dk_correction_kernel,
-                                 dim3((unsigned)tiles, (unsigned)c.J),
+                                 dim3((unsigned)(layout.n_flags / c.J), (unsigned)c.J),
                                  MN_SINGLE_PASS_SEARCH_THREADS,
                                  MN_SINGLE_PASS_KEYS * 128 * sizeof(float), stream, k);
 }

@@ -204,14 +204,6 @@ __device__ static void put_last(double *to, const strip<R> &P, F adjoint) {
     }
 }
 
-/* This warp's rows of P to memory. */
-template <int R>
-__device__ static void put_strip(double *to, const strip<R> &P) {
-    to += 16 * (threadIdx.x / 32) * R;
-#pragma unroll
-    for (int j = 0; j < R / 8; j++) put_rows(to, R, 8 * j, P[j]);
-}
-
 /* Chunk c on its way to shared memory. */
 template <int R, bool TIGHT>
 __device__ static void fetch_covariance(covariance_smem<R, TIGHT> &smem, const span_work &w,
@@ -246,22 +238,16 @@ __device__ static void scan_covariance(covariance_smem<R, TIGHT> &smem, const mn
     fetch_covariance<R, TIGHT>(smem, w, at, 0), fetch_covariance<R, TIGHT>(smem, w, at, 1);
     await_copies();
     __syncthreads();
-    double x[2][2][2], noisy[2][2][2];
-    const auto get_noisy = [&](int64_t c) {
-        const double *nk = w.nk + at.shared(c) * CHUNK * R;
-        get_rows(noisy[0], nk, R, column), get_rows(noisy[1], nk, R, column + 8);
-    };
-    if (at.n_chunks > 0) get_noisy(0);
-    bool there = false;    // the chunk's products with P are in x
     for (int64_t c = 0; c < at.n_chunks; c++) {
         const int stage = (int)(c % STAGES), now = (int)(c % 2);
         const double *k = smem.k[c % smem.KEY_STAGES];
+        const double *nk = w.nk + at.shared(c) * CHUNK * R;
         const double r2 = w.r2[at.own(c) * CHUNK + lane % 16];
+        double x[2][2][2], noisy[2][2][2];
+        get_rows(noisy[0], nk, R, column), get_rows(noisy[1], nk, R, column + 8);
         for (bool again = false;; again = true) {
-            if (!there || again) {
-                zero(x[0]), zero(x[1]);
-                through_col_tile<R>(x, k, LEFT, P);
-            }
+            zero(x[0]), zero(x[1]);
+            through_col_tile<R>(x, k, LEFT, P);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 x[i / 4][i / 2 % 2][i % 2] += noisy[i / 4][i / 2 % 2][i % 2];
@@ -273,14 +259,15 @@ __device__ static void scan_covariance(covariance_smem<R, TIGHT> &smem, const mn
             __syncthreads();
             if (!handed_in || c > 0 || again) break;
             const double first = __shfl_sync(0xffffffffu, r2, 0);
-            const double *nk = w.nk + at.shared(c) * CHUNK * R;
             if (!raise_col_tile<R, TIGHT>(P, smem, nk, first, turns)) break;
         }
-        const bool leaves = c % SPAN_CHUNKS == 0;
-        if (leaves && warp > 0) put_strip<R>(w.P + at.group(c) * w.P_each, P);
-        if (warp == 0) {    // its rows of P wait: all others wait for it
+        if (c % SPAN_CHUNKS == 0) {
+            double *to = w.P + at.group(c) * w.P_each + 16 * warp * R;
+#pragma unroll
+            for (int j = 0; j < R / 8; j++) put_rows(to, R, 8 * j, P[j]);
+        }
+        if (warp == 0) {
             factorise(smem.S, smem.eliminate, smem.sigma, smem.inverse[now], r2);
-            if (leaves) put_strip<R>(w.P + at.group(c) * w.P_each, P);
         } else if (warp < 3 && c > 0) {
             put_reads<R>(w.reads + at.own(c - 1) * SMALL, smem.z,
                          smem.q[(c - 1) % STAGES], smem.inverse[!now], warp - 1);
@@ -319,15 +306,13 @@ __device__ static void scan_covariance(covariance_smem<R, TIGHT> &smem, const mn
             const double inverse = -smem.inverse[now][lane % 4 + 4 * i];
             left[2 * i] *= inverse, left[2 * i + 1] *= inverse;
         }
-        get_noisy(min(c + 1, at.n_chunks - 1));
-        there = c % SPAN_CHUNKS != SPAN_CHUNKS - 1;    // then the next chunk is in the same frame
-        if (there) {
-            zero(x[0]), zero(x[1]);
-            add_product_through<R>(x, P, left, smem.z, RIGHT, smem.k[(c + 1) % smem.KEY_STAGES],
-                                   LEFT);
-            continue;
+#pragma unroll
+        for (int j = 0; j < R / 8; j++) {
+            double b[4];
+            right_columns16(b, smem.z, RIGHT, 8 * j);
+            mn_mma_f64_k16(P[j], left, b);
         }
-        add_product<R>(P, left, smem.z, RIGHT);
+        if (c % SPAN_CHUNKS != SPAN_CHUNKS - 1) continue;
         const double *noise = smem.noise[stage];
         double own[2][2] = {};
         pick_inside<R>(own, P);

@@ -158,17 +158,11 @@ __device__ static void scan_adjoint(adjoint_smem<R, TIGHT> &smem, const mn_bayes
     int seen = 0;
     if (threadIdx.x == 0) await_left(seen, counter, min((int64_t)1, n_chunks));
     __syncthreads();
-    double x[2][2][2], known[2][2][2];    // products of w with D; b
-    const auto get_known = [&](int64_t c) {
-        const double *h = w.h + at.own(c) * CHUNK * R;
-        get_rows(known[0], h, R, column), get_rows(known[1], h, R, column + 8);
-    };
-    if (n_chunks > 0) get_known(n_chunks - 1);
-    bool there = false;    // the chunk's products with D are in x
     for (int64_t c = n_chunks - 1; c >= 0; c--) {
         const adjoint_stage<R> &here = smem.stage[(n_chunks - 1 - c) % smem.N_STAGES];
         double *h = w.h + at.own(c) * CHUNK * R, *theta = w.theta + at.own(c) * SMALL;
-        double omega[2][2][2], left[8], b[4];
+        double x[2][2][2], known[2][2][2], omega[2][2][2], left[8], b[4];
+        get_rows(known[0], h, R, column), get_rows(known[1], h, R, column + 8);
         const double psi = own_ahead<R>(w.own + at.own(c) * CHUNK);
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
             move_col_tile_columns<R>(D, here.phi, turns, true);
@@ -180,10 +174,8 @@ __device__ static void scan_adjoint(adjoint_smem<R, TIGHT> &smem, const mn_bayes
         each_inside(own, [&](double &from, int row, int other) {
             inside[row == other ? row : R + row] = from;
         });
-        if (!there) {
-            zero(x[0]), zero(x[1]);
-            through_col_tile<R>(x, here.w, LEFT, D);
-        }
+        zero(x[0]), zero(x[1]);
+        through_col_tile<R>(x, here.w, LEFT, D);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             double &y = x[i / 4][i / 2 % 2][i % 2];
@@ -226,20 +218,8 @@ __device__ static void scan_adjoint(adjoint_smem<R, TIGHT> &smem, const mn_bayes
         put_rows(turned, RIGHT, 0, x[0]), put_rows(turned, RIGHT, 8, x[1]);
         __syncwarp();
         put_du<R>(h + column, omega, known, here.k + column);
-        if (TIGHT) await_last_copies();
-        else await_copies();
-        if (threadIdx.x == 0) await_left(seen, counter, min(n_chunks - c + 1, n_chunks));
-        __syncthreads();
-        if (c > 0) get_known(c - 1);
         left_columns16(left, turned, RIGHT, 0);
-        there = c % SPAN_CHUNKS > 0 && !weighs;    // the chunk in front is in the same frame
-        if (there) {
-            zero(x[0]), zero(x[1]);
-            add_product_through<R>(x, D, left, here.k, RIGHT,
-                                   smem.stage[(n_chunks - c) % smem.N_STAGES].w, LEFT);
-        } else {
-            add_product<R>(D, left, here.k, RIGHT);
-        }
+        add_product<R>(D, left, here.k, RIGHT);
         if (weighs) {
             left_columns16(left, here.q, RIGHT, column);
 #pragma unroll
@@ -252,11 +232,11 @@ __device__ static void scan_adjoint(adjoint_smem<R, TIGHT> &smem, const mn_bayes
             }
             add_product<R>(D, left, here.q, RIGHT);
         }
-        if (TIGHT) {
-            __syncthreads();
-            load_adjoint<R, TIGHT>(smem, w, at, c - 2, weighs);
-        }
-        __syncwarp();
+        if (TIGHT) await_last_copies();
+        else await_copies();
+        if (threadIdx.x == 0) await_left(seen, counter, min(n_chunks - c + 1, n_chunks));
+        __syncthreads();
+        if (TIGHT) load_adjoint<R, TIGHT>(smem, w, at, c - 2, weighs);
     }
     put_first<R>(D, smem.S, p, s, at.template enter<R>(w), w.traces + block, rows);
 }

@@ -6,9 +6,7 @@
 #define MN_KERNELS_CUDA_BAYES_BAYES_BWD_MEAN_SCAN_CUH
 
 #include "kernels/cuda/bayes/bayes_rmem_tile.cuh"
-#include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/prim/sync.cuh"
-#include "kernels/cuda/prim/tma.cuh"
 
 namespace mneme::bayes {
 
@@ -273,57 +271,7 @@ struct mean_back_smem {
     double de[16 * VALUES_LD], y[16 * VALUES_LD];    // rows of tokens
     double weights[2][16 * SMALL_LD];                // e_t.y_s for s >= t, -e_t.de_s for s > t
     double shares[MEAN_WARPS][CHUNK];                // of w_t.b_t, by warps
-    uint64_t arrived;                                // bytes of a chunk, on Hopper
 };
-
-/* One thread opens the barrier of bytes that copies bring. */
-__device__ inline void open_arrived(uint64_t *arrived) {
-#if __CUDA_ARCH__ >= 900
-    mn_mbarrier_init(arrived, 1);
-    cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
-#endif
-}
-
-/* Whether one warp asks for whole rows: on Hopper, where copies of 16 bytes by all threads, of 16
- * each, cost every warp a tenth of a chunk. */
-template <bool TIGHT>
-__device__ constexpr bool asks_for_rows() {
-#if __CUDA_ARCH__ >= 900
-    return !TIGHT;
-#else
-    return false;
-#endif
-}
-
-/* load_mean_back by the calling warp: three rows and two of (16,16) for a lane. */
-template <int R, bool TIGHT>
-__device__ static void ask_for_mean_back(mean_back_smem<R, TIGHT> &smem, const span_work &w,
-                                         const scan_place &at, int64_t c, int first, int width) {
-#if __CUDA_ARCH__ >= 900
-    mean_back_stage<R> &to = smem.stage[c & (smem.N_STAGES - 1)];
-    if (c < 0) return;
-    constexpr int ROW = R * (int)sizeof(double), SMALL_ROW = CHUNK * (int)sizeof(double);
-    const int lane = (int)fresh_thread() % 32, t = lane % CHUNK;
-    const int e_row = width * (int)sizeof(double);
-    const int64_t shared = (at.shared(c) * CHUNK + t) * R, own = at.own(c) * CHUNK + t;
-    const bool low = lane < CHUNK;
-    if (lane == 0) {
-        const int rows = CHUNK * (3 * ROW + 2 * SMALL_ROW + e_row);
-        mn_mbarrier_arrive_expect_tx(&smem.arrived, rows + ROW);
-    }
-    __syncwarp();
-    mn_tma_load_1d((low ? to.k : to.q) + t * pitch<R>::right, (low ? w.k : w.q) + shared, ROW,
-                   &smem.arrived);
-    mn_tma_load_1d((low ? to.eliminate : to.reads) + t * SMALL_LD,
-                   (low ? w.eliminate : w.reads) + own * CHUNK, SMALL_ROW, &smem.arrived);
-    if (low) {
-        mn_tma_load_1d(to.w + t * pitch<R>::left, w.w + own * R, ROW, &smem.arrived);
-    } else {
-        mn_tma_load_1d(to.e + t * VALUES_LD, w.e + own * w.columns + first, e_row, &smem.arrived);
-    }
-    if (lane == 0) mn_tma_load_1d(to.phi, w.leave + at.head(c) * R, ROW, &smem.arrived);
-#endif
-}
 
 /* Starts loading chunk c to its stage, of e `width` value columns from `first` on. */
 template <int R, bool TIGHT>
@@ -347,22 +295,6 @@ __device__ static void load_mean_back(mean_back_smem<R, TIGHT> &smem, const span
     for (int i = 0; i < CHUNK / E_ROWS; i++) {
         copy_later(to.e + (t + i * E_ROWS) * VALUES_LD + j, e + i * E_ROWS * w.columns);
     }
-}
-
-/* Chunk c to its stage, by whoever loads; all threads call, with a barrier of the block behind what
- * was read there. */
-template <int R, bool TIGHT>
-__device__ static void start_mean_back(mean_back_smem<R, TIGHT> &smem, const span_work &w,
-                                       const scan_place &at, int64_t c, int first, int width) {
-    if (!asks_for_rows<TIGHT>()) load_mean_back<R, TIGHT>(smem, w, at, c, first, width);
-    else if (threadIdx.x / 32 == 4) ask_for_mean_back<R, TIGHT>(smem, w, at, c, first, width);
-}
-
-/* The chunk that was started last is there for all threads, which have read the one before. */
-template <int R, bool TIGHT>
-__device__ static void await_mean_back(const mean_back_smem<R, TIGHT> &smem, int64_t turn) {
-    if (asks_for_rows<TIGHT>()) mn_mbarrier_wait(&smem.arrived, (int)(turn & 1)), __syncthreads();
-    else await_all_copies();
 }
 
 /* Asks L2 for what load_mean_back will load: a thread for each 128 bytes of two rows of tiles. */
@@ -596,15 +528,11 @@ __device__ static void mean_backward(mean_back_smem<R, TIGHT> &smem, const mn_ba
     double own = 0.0;    // of the closing warp's lane t: token t of the chunk before
     strip<N> E;
     load_mean<N>(E, p.cot.M, NULL, p, a, rows);
-    if (asks_for_rows<TIGHT>()) {
-        if (threadIdx.x == 0) open_arrived(&smem.arrived);
-        __syncthreads();
-    }
-    start_mean_back<R, TIGHT>(smem, w, at, n_chunks - 1, first, width);
+    load_mean_back<R, TIGHT>(smem, w, at, n_chunks - 1, first, width);
     for (int64_t c = n_chunks - 1; c >= 0; c--) {
-        await_mean_back<R, TIGHT>(smem, n_chunks - 1 - c);
+        await_all_copies();
         if constexpr (TIGHT) ask_mean_back<R>(w, at, c - 1, first, width);
-        else start_mean_back<R, TIGHT>(smem, w, at, c - 1, first, width);
+        else load_mean_back<R, TIGHT>(smem, w, at, c - 1, first, width);
         const mean_back_stage<R> &here = smem.stage[c & (smem.N_STAGES - 1)];
         const int left_over = (int)min((int64_t)CHUNK, at.span.length - c * CHUNK);
         const mn_tile_span tile = { at.s.n, c * CHUNK, left_over, at.span };

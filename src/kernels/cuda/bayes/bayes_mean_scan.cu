@@ -58,10 +58,8 @@ struct worker {
     double M[TILES][2][2];
     int index, lane, value, part;    // own warp; first column of the slice; half of the rows
 
-    /* What follows from the thread's number, for each stage anew, as the covariance's do. */
-    __device__ void sit(void) {
-        const unsigned thread = __shfl_sync(0xffffffffu, threadIdx.x, (int)threadIdx.x % 32);
-        index = (int)thread / 32, lane = (int)thread % 32;
+    __device__ worker(void) {
+        index = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
         value = index / HALVES * 16, part = index % HALVES;
     }
 
@@ -283,14 +281,6 @@ __device__ static void request_keys(smem<RP> &m, const mn_state_scan_job &job, u
                              &m.arrived[0]);
 }
 
-/* A look at a counter that orders nothing, and leaves L1 its lines: one that did so would empty it
- * each time, for the covariance's block beside, too. */
-__device__ inline int look_at(const int *from) {
-    int value;
-    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-    return value;
-}
-
 /* `chunk` is the sequence's first, second, ... at `place`. Issues the loads of z (16,RP), L^-1
  * (16,16), Phi (RP) and 1 / sigma (16) once all blocks of the covariance have counted the chunk in
  * work.done; the first `known` chunks are known to be counted. By one warp. */
@@ -305,9 +295,10 @@ __device__ static void request_writes(smem<RP> &m, int &known, const mn_state_sc
     const int *done = work.done + s.scan * MN_SCAN_BLOCKS + (int)threadIdx.x % job.blocks;
     if (known <= chunk) {    // alike in all lanes, of which each looks after one block
         do {
-            known = __reduce_min_sync(0xffffffffu, look_at(done));
+            int there;
+            there = mn_load_acquire(done);
+            known = __reduce_min_sync(0xffffffffu, there);
         } while (known <= chunk);
-        mn_load_acquire(done);
         mn_state_scan_before_copies();
     }
     __syncwarp();
@@ -361,7 +352,6 @@ __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
     const int64_t slot = mn_state_scan_slot(call, s.n),
         chunks = (s.span.length + CHUNK - 1) / CHUNK;
     worker<T, RP> mine;
-    mine.sit();
     const float *given = mn_row<float>(job.p.M0, s.n, 0, s.h);
     mine.each(job, s, [&](double &x, int r, int column) {
         x = given ? (double)given[r * call.V + column] : 0.0;
@@ -393,7 +383,6 @@ __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
             shares &share = m.share[s.step % 2];
             double e[2][2][2], o[2][2];
             unsigned v[4];
-            mine.sit();
             mine.values(v, job, s, s.t);
             s.low = 0, s.high = count;
             if (steep) {
@@ -403,13 +392,10 @@ __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
                 fill_steep(m, in, job, s, step);
                 __syncthreads();
             }
-            mine.sit();
             mine.begin(e, v);
             mine.read(o, e, m, share, job.reads);
-            mine.sit();
             if (!steep) await_copies(&m.arrived[1], (unsigned)chunk);
             if (job.reads) mine.weigh(m, in, share);
-            mine.sit();
             __syncthreads();
             if (ends) mine.expect_values(job, s, s.t + CHUNK);
             if (mine.index == KEYS && ends && !last) request_keys(m, job, (unsigned)next);
@@ -418,7 +404,6 @@ __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
             }
             mine.solve(e, in, share);
             if (job.p.o.data && job.reads) mine.put(o, e, share, job, s);
-            mine.sit();
             mine.write(in, e, job.step == 2);
         }
         if (mine.index == WRITES && !asked) {

@@ -205,27 +205,6 @@ __device__ static void add_product(strip<N> &M, const double (&left)[8],
     }
 }
 
-/* M += left (16, 16 tokens) times `rows` (16 tokens, R), and through_col_tile by what it becomes: a
- * block of columns is read while the next one grows. */
-template <int R>
-__device__ static void add_product_through(double (&c)[2][2][2], strip<R> &M,
-                                           const double (&left)[8], const double *rows, int ld,
-                                           const double *k, int ld_k) {
-#pragma unroll
-    for (int j = 0; j <= R / 8; j++) {
-        if (j < R / 8) {
-            double b[4];
-            right_columns16(b, rows, ld, 8 * j);
-            mn_mma_f64_k16(M[j], left, b);
-        }
-        if (j == 0) continue;
-        double a[4];
-        left_rows(a, k, ld_k, 8 * (j - 1));
-        mn_mma_f64_k8(c[0], a, M[j - 1][0]);
-        mn_mma_f64_k8(c[1], a, M[j - 1][1]);
-    }
-}
-
 }    // namespace mneme::bayes
 
 #endif
