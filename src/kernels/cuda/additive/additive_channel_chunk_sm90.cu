@@ -486,29 +486,6 @@ struct mn_gated_params {
 
 #if MN_HAS_WGMMA
 /* ---- products of a group --------------------------------------------------------------------- */
-/* Where a product finds rows of a tile; `n` bytes further on, n / 16 is added. */
-__device__ inline uint64_t mn_gated_smem_desc(uint32_t address) {
-    return (address & 0x3ffffu) >> 4 | (uint64_t)1 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
-}
-
-__device__ inline void mn_gated_wgmma_fence(void) {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-__device__ inline void mn_gated_wgmma_commit(void) {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-/* Waits for all that was sent but the last PENDING times. */
-template <int PENDING>
-__device__ inline void mn_gated_wgmma_wait(void) {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-#define MN_GATED_ACC8(i)                                                                          \
-    "+f"(y[i][0]), "+f"(y[i][1]), "+f"(y[i][2]), "+f"(y[i][3]), "+f"(y[(i) + 1][0]),               \
-        "+f"(y[(i) + 1][1]), "+f"(y[(i) + 1][2]), "+f"(y[(i) + 1][3])
-
 /* y (32 columns) += a b' for 16 columns of a tile, whose rows are those of b */
 __device__ inline void mn_gated_wgmma_abt(float (*y)[4], const uint32_t (&a)[4], uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
@@ -702,21 +679,32 @@ __device__ inline void mn_gated_store_out(uint32_t tile, float (&O)[4][4], float
     }
 }
 
-/* Where a state is kept in front of a chunk: once in 64 tokens, NULL elsewhere. Against time that
- * is behind them. */
+/* Where states are kept: in front of each 64 tokens; against time that is behind them. */
 template <int KP>
-__device__ inline mn_bf16 *mn_gated_saved_at(const mn_gated_params &job, const mn_scan_coord &at,
-                                            int iter) {
-    if (!job.scan.kept || job.scan.reduce_pass) return NULL;
-    const int64_t chunk = mn_gated_token0(at, job.scan.reverse, iter) / MN_GATED_CHUNK;
-    const bool first = job.scan.reverse ? chunk % 2 == 1 || chunk == at.n_chunks - 1
-                                        : chunk % 2 == 0;
-    if (!first) return NULL;
-    const int64_t slot = mn_scan_first_slot(job.call, at.n, 2 * MN_GATED_CHUNK) + chunk / 2;
-    return job.scan.kept +
-           ((slot * job.call.H + at.h) * at.n_slices * KP + at.slice * MN_SCAN_WIDTH) *
-               MN_SCAN_WIDTH;
-}
+struct mn_gated_saved {
+    mn_bf16 *first;          // of the sequence's first 64 tokens, NULL: none is kept
+    int64_t stride;          // numbers to the next 64 tokens
+    int chunk, last, step;    // the chunk that comes next, the sequence's last
+
+    __device__ mn_gated_saved(const mn_gated_params &job, const mn_scan_coord &at) {
+        const int64_t head = at.n_slices * (KP * MN_SCAN_WIDTH);
+        const bool reverse = job.scan.reverse;
+        stride = job.call.H * head, first = NULL;
+        last = (int)at.n_chunks - 1, step = reverse ? -1 : 1;
+        chunk = reverse ? last - (int)at.iter : (int)at.iter;
+        if (!job.scan.kept || job.scan.reduce_pass) return;
+        first = job.scan.kept + mn_scan_first_slot(job.call, at.n, 2 * MN_GATED_CHUNK) * stride +
+                at.h * head + at.slice * (MN_SCAN_WIDTH * MN_SCAN_WIDTH);
+    }
+
+    /* Where the state in front of the next chunk is kept, NULL: nowhere. */
+    __device__ mn_bf16 *next(void) {
+        const int now = chunk;
+        chunk += step;
+        const bool kept = step > 0 ? now % 2 == 0 : now % 2 == 1 || now == last;
+        return first && kept ? first + now / 2 * stride : NULL;
+    }
+};
 
 /* HAS_OUT: leaves results; otherwise only what becomes of the state. */
 template <int KP, bool HAS_OUT>
@@ -724,6 +712,8 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
     const mn_chunk_scan &p = job.scan;
     const int iters = (int)(smem.place.end - smem.place.iter);
     float cum_decay = 1.0f;
+    mn_gated_saved<KP> saved(job, smem.place);
+    const int64_t subtile_stride = smem.place.n_slices * (MN_SCAN_WIDTH * MN_SCAN_WIDTH);
     mn_gated_state<KP> M;
     M.begin(p, smem.place);
     for (int n = 0; n < iters; n++) {
@@ -734,8 +724,7 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
         const uint64_t write = mn_gated_smem_desc(mn_smem_addr(p.reverse ? in.q : in.k));
         uint32_t a[KP / 16][4], z[2][4];
         float O[4][4] = {};
-        mn_bf16 *kept = mn_gated_saved_at<KP>(job, smem.place, n);
-        if (kept) M.keep(kept, smem.place.n_slices * (MN_SCAN_WIDTH * MN_SCAN_WIDTH));
+        if (mn_bf16 *kept = saved.next()) M.keep(kept, subtile_stride);
         if (HAS_OUT) M.left(a);
         mn_mbarrier_wait(&smem.full[slot], phase);
         mn_mbarrier_wait(&smem.scaled[slot], phase);

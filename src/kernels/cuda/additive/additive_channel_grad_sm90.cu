@@ -17,12 +17,13 @@ namespace mneme::additive {
  * an earlier token's do makes. They are taken from part to part of 16 tokens as in
  * additive_channel_chunk.cu, and inside a part as additive_channel_scale.cuh says. No chunk waits
  * for another: a block has 64 channels of one chunk of one head; four warps have queries, four
- * keys, each those of one part. */
+ * keys, each those of one part, and make what all rows have alike, scores and what is read from the
+ * state, together by wgmma. */
 
 enum {
     MN_GATED_GRAD_TILE = MN_GATED_GRAD_CHUNK * 128,      // bytes of a tile of 64 columns
     MN_GATED_GRAD_THREADS = 64 * MN_SUBCHUNKS,        // threads
-    MN_GATED_TERMS_LD = MN_SCAN_WIDTH + 4,       // floats between rows of terms
+    MN_GATED_TERMS_LD = MN_SCAN_WIDTH + 8,       // floats between rows of terms: no bank twice
 };
 
 /* What a block has of a call at a time: 64 channels of one chunk of one head. */
@@ -42,12 +43,13 @@ struct alignas(1024) mn_gated_grad_smem {
     unsigned char S[VP * 128], N[VP * 128];
     unsigned char q_inside[MN_GATED_GRAD_TILE], k_inside[MN_GATED_GRAD_TILE];
     unsigned char cot[VP / 64 * MN_GATED_GRAD_TILE], v[VP / 64 * MN_GATED_GRAD_TILE];
-    unsigned char more_terms[VP == 64 ? 2048 : 1024];
-    alignas(16) float cum_decay[MN_SUBCHUNKS][MN_SCAN_WIDTH];
+    unsigned char more_terms[VP == 64 ? 4096 : 1024];
+    alignas(16) float cum_decay[2][MN_SUBCHUNKS][MN_SCAN_WIDTH];    // as work, in turn
     alignas(16) float read[MN_SUBCHUNKS][MN_SCAN_WIDTH];    // N v_s k~_s of parts
     alignas(16) float met[MN_SCAN_WIDTH];               // S with N
     alignas(16) float sums[2 * MN_SUBCHUNKS][MN_SCAN_WIDTH];    // terms of halves of parts
     int wild[MN_SCAN_WIDTH];    // the last token whose q is not finite, -1: none
+    bool has_wild;              // whether there is one in the chunk
     uint64_t front, back;                                   // what is made has come, the rest
     mn_gated_grad_work work[2];                             // in turn
 
@@ -114,6 +116,7 @@ __device__ inline void mn_gated_zero_tail_tiles(unsigned char *first, int tiles,
         *(uint4 *)(first + i / each * MN_GATED_GRAD_TILE + n_rows * 128 + i % each * 16) =
             make_uint4(0, 0, 0, 0);
     }
+    mn_fence_proxy_async();
     __syncthreads();
 }
 
@@ -210,87 +213,114 @@ __device__ inline void mn_gated_mul_exp2(uint32_t (&y)[4], const uint32_t (&x)[4
 
 /* ---- products -------------------------------------------------------------------------------- */
 
-/* Where this lane points in 16 rows and 16 columns of a tile: matrices down the rows first, or
- * along the columns first. */
+/* Where this lane points in 16 rows and 16 columns of a tile: matrices down the rows first. */
 __device__ inline uint32_t mn_gated_addr_rows(uint32_t tile, int row) {
     const int lane = threadIdx.x % 32;
     return tile + mn_gated_swizzle(row + lane % 16, lane / 16);
 }
 
-__device__ inline uint32_t mn_gated_addr_cols(uint32_t tile, int row) {
-    const int lane = threadIdx.x % 32;
-    return tile + mn_gated_swizzle(row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+/* A kept state as an operand of products, its rows the depth: matrices of eight rows, 128 bytes
+ * each, eight side by side. */
+__device__ inline uint64_t mn_gated_state_desc(uint32_t address) {
+    return (address & 0x3ffffu) >> 4 | (uint64_t)(1024 / 16) << 16 | (uint64_t)(128 / 16) << 32;
 }
 
-/* Rows of this warp's part, columns from 16 k on, as a left operand. */
-__device__ inline void mn_gated_frag_a(uint32_t (&a)[4], uint32_t tile, int k) {
-    mn_gated_ldmatrix<false>(a, (mn_gated_addr_rows(tile, 16 * mn_gated_subchunk()) ^ k % 4 * 32) +
-                                    k / 4 * MN_GATED_GRAD_TILE);
+/* o (64,64) += a b or, with rows of a tile as b's columns, a b', 16 deep. Four warps call; each has
+ * the 16 rows of its part. */
+template <bool ROWS>
+__device__ inline void mn_gated_wgmma(mn_gated_acc_tile &y, uint64_t a, uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+                 "%32, %33, 1, 1, 1, 0, %34;"
+                 : MN_GATED_ACC8(0), MN_GATED_ACC8(2), MN_GATED_ACC8(4), MN_GATED_ACC8(6)
+                 : "l"(a), "l"(b), "n"(ROWS ? 0 : 1)
+                 : "memory");
 }
 
-/* o = x M for a kept state M and this part's rows x of a tile */
+/* Zeros in their registers: moved there later, products would wait for each other. */
+__device__ inline void mn_gated_clear(mn_gated_acc_tile &x) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        x[i / 4][i % 4] = 0.0f;
+        asm volatile("" : "+f"(x[i / 4][i % 4]));
+    }
+}
+
+/* o = x M for a kept state M and the rows of a tile x; four warps call. */
 template <int VP>
 __device__ inline void mn_gated_mma_state(mn_gated_acc_tile &o, uint32_t x, uint32_t M) {
-    const int lane = threadIdx.x % 32;
-    const uint32_t at = M + (lane / 8 % 2 * 8 + lane / 16) * 128 + lane % 8 * 16;
+    const uint64_t rows = mn_gated_smem_desc(x), state = mn_gated_state_desc(M);
+    mn_gated_clear(o);
+    mn_gated_wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 32; i++) o[i / 4][i % 4] = 0.0f;
-#pragma unroll 2
     for (int k = 0; k < VP / 16; k++) {
-        uint32_t a[4];
-        mn_gated_frag_a(a, x, k);
-#pragma unroll
-        for (int n = 0; n < 8; n += 2) {
-            uint32_t b[4];
-            mn_gated_ldmatrix<true>(b, at + k * 2048 + n * 128);
-            mn_mma(o[n], a, b[0], b[1]);
-            mn_mma(o[n + 1], a, b[2], b[3]);
-        }
+        mn_gated_wgmma<false>(o, rows + (k / 4 * MN_GATED_GRAD_TILE + k % 4 * 32) / 16,
+                              state + k * 2048 / 16);
     }
+    mn_gated_wgmma_commit();
+    mn_gated_wgmma_wait<0>();
 }
 
-/* Scores of this part's rows of x with those of a part of y. */
-template <int VP>
-__device__ inline void mn_gated_subchunk_scores(float (&P)[2][4], uint32_t x, uint32_t y,
-                                                int part) {
-    float odd[2][4] = {};
+/* Scores of this warp's 16 rows, with those of each part as a left operand. */
+struct mn_gated_part_scores {
+    uint32_t of[MN_SUBCHUNKS][4];
+
+    /* Those of rows of x with rows of y. Four warps call. */
+    template <int VP>
+    __device__ void make(uint32_t x, uint32_t y) {
+        const uint64_t rows = mn_gated_smem_desc(x), columns = mn_gated_smem_desc(y);
+        mn_gated_acc_tile P;
+        mn_gated_clear(P);
+        mn_gated_wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 8; i++) P[i / 4][i % 4] = 0.0f;
+        for (int k = 0; k < VP / 16; k++) {
+            const int at = (k / 4 * MN_GATED_GRAD_TILE + k % 4 * 32) / 16;
+            mn_gated_wgmma<true>(P, rows + at, columns + at);
+        }
+        mn_gated_wgmma_commit();
+        mn_gated_wgmma_wait<0>();
 #pragma unroll
-    for (int k = 0; k < VP / 16; k++) {
-        uint32_t a[4], b[4];
-        mn_gated_frag_a(a, x, k);
-        mn_gated_ldmatrix<false>(
-            b, (mn_gated_addr_cols(y, 16 * part) ^ k % 4 * 32) + k / 4 * MN_GATED_GRAD_TILE);
-        mn_mma(k % 2 ? odd[0] : P[0], a, b[0], b[1]);
-        mn_mma(k % 2 ? odd[1] : P[1], a, b[2], b[3]);
+        for (int i = 0; i < MN_SUBCHUNKS; i++) mn_frag_a_of(of[i], P[2 * i], P[2 * i + 1]);
     }
+
+    /* Of the part's own tokens, zeros where the column is later than the row, or EARLIER. */
+    template <bool EARLIER>
+    __device__ void own(uint32_t (&a)[4]) const {
+        const int lane = threadIdx.x % 32, part = mn_gated_subchunk();
+        const int row = lane / 4, column = lane % 4 * 2;
+        const bool low_seen = EARLIER ? column >= row : column <= row;
+        const bool high_seen = EARLIER ? column + 1 >= row : column + 1 <= row;
+        const uint32_t seen = (low_seen ? 0xffffu : 0u) | (high_seen ? 0xffff0000u : 0u);
 #pragma unroll
-    for (int i = 0; i < 8; i++) P[i / 4][i % 4] += odd[i / 4][i % 4];
-}
+        for (int i = 0; i < 4; i++) {
+            const uint32_t low = part % 2 ? of[1][i] : of[0][i];
+            const uint32_t high = part % 2 ? of[3][i] : of[2][i];
+            a[i] = part / 2 ? high : low;
+        }
+        a[0] &= seen, a[3] &= seen;    // on the diagonal
+        a[EARLIER ? 1 : 2] = 0;
+    }
+};
 
 /* o += P x for the 16 rows of a part of a tile */
-__device__ inline void mn_gated_mma_add(mn_gated_acc_tile &o, const float (&P)[2][4], uint32_t tile,
-                                    int part) {
-    uint32_t a[4];
-    mn_frag_a_of(a, P[0], P[1]);
+__device__ inline void mn_gated_mma_add(mn_gated_acc_tile &o, const uint32_t (&P)[4],
+                                        uint32_t tile, int part) {
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
         uint32_t b[4];
         mn_gated_ldmatrix<true>(b, mn_gated_addr_rows(tile, 16 * part) ^ n * 16);
-        mn_mma(o[n], a, b[0], b[1]);
-        mn_mma(o[n + 1], a, b[2], b[3]);
+        mn_mma(o[n], P, b[0], b[1]);
+        mn_mma(o[n + 1], P, b[2], b[3]);
     }
 }
 
 /* The same for the part's own rows, where P has a triangle: numbers that are not finite reach the
  * rows that see them alone. */
-__device__ inline void mn_gated_mma_add_causal(mn_gated_acc_tile &o, const float (&P)[2][4],
+__device__ inline void mn_gated_mma_add_causal(mn_gated_acc_tile &o, const uint32_t (&P)[4],
                                                uint32_t tile, int part) {
     const uint32_t at = mn_gated_addr_rows(tile, 16 * part);
-    uint32_t a[4];
-    mn_frag_a_of(a, P[0], P[1]);
-    mn_mma_causal_by(o, a, [&](uint32_t (&b)[4], int n) {
+    mn_mma_causal_by(o, P, [&](uint32_t (&b)[4], int n) {
         mn_gated_ldmatrix<true>(b, at ^ n * 16);
     });
 }
@@ -303,11 +333,11 @@ __device__ inline void mn_gated_decay_subchunk(mn_gated_acc_tile &o, const float
     }
 }
 
-/* Whether q of the chunk has numbers that are not finite. They become zeros, and `wild` tells the
- * last token of each channel that had one: what they make of dk and dg, up to there, is NaN. All
- * threads of the block call. */
+/* Whether q of the chunk has numbers that are not finite: has_wild, which all threads see behind the
+ * next barrier. They become zeros, and `wild` tells the last token of each channel that had one:
+ * what they make of dk and dg, up to there, is NaN. All threads of the block call. */
 template <int VP>
-__device__ inline bool mn_gated_take_wild(mn_gated_grad_smem<VP> &smem) {
+__device__ inline void mn_gated_take_wild(mn_gated_grad_smem<VP> &smem) {
     bool found = false;
 #pragma unroll
     for (int i = threadIdx.x; i < MN_GATED_GRAD_TILE / 16; i += MN_GATED_GRAD_THREADS) {
@@ -315,7 +345,9 @@ __device__ inline bool mn_gated_take_wild(mn_gated_grad_smem<VP> &smem) {
         found |= mn_bf16x2_wild(x.x) || mn_bf16x2_wild(x.y) || mn_bf16x2_wild(x.z) ||
                  mn_bf16x2_wild(x.w);
     }
-    if (!__syncthreads_or(found)) return false;
+    const bool any = __syncthreads_or(found);
+    if (threadIdx.x == 0) smem.has_wild = any;
+    if (!any) return;
     if (threadIdx.x < MN_SCAN_WIDTH) {
         int last = -1;
         for (int row = 0; row < MN_GATED_GRAD_CHUNK; row++) {
@@ -328,7 +360,6 @@ __device__ inline bool mn_gated_take_wild(mn_gated_grad_smem<VP> &smem) {
         smem.wild[threadIdx.x] = last;
     }
     __syncthreads();
-    return true;
 }
 
 /* NaN where a later token of the channel had a q that is not finite, or the row's own. */
@@ -365,12 +396,23 @@ __device__ inline void mn_gated_store_subchunk(const mn_gated_acc_tile &o, const
 
 /* ---- a block --------------------------------------------------------------------------------- */
 
+/* Adds up with the lane that is LANE away, each of both one half of 2 STEP numbers. */
+template <int STEP, int LANE>
+__device__ inline void mn_gated_halve(float (&x)[16]) {
+    const bool upper = threadIdx.x & LANE;
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        const float low = x[i], high = x[i + STEP];
+        x[i] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, LANE);
+    }
+}
+
 /* What the state adds to dg: sums over this part's rows of k~ and what they read from N, which the
  * parts behind have still to lower. */
 __device__ inline void mn_gated_sum_state_terms(float (*sums)[MN_SCAN_WIDTH],
-                                                const mn_gated_acc_tile &o,
-                                         uint32_t keys) {
+                                                const mn_gated_acc_tile &o, uint32_t keys) {
     const int lane = threadIdx.x % 32, part = mn_gated_subchunk();
+    float sum[16];    // numbers 2 i and 2 i + 1 are of channels 8 i + lane % 4 * 2 and the next
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         uint32_t x[4];
@@ -378,29 +420,27 @@ __device__ inline void mn_gated_sum_state_terms(float (*sums)[MN_SCAN_WIDTH],
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             const float(&y)[4] = o[2 * k + n];
-            const int channel = 16 * k + 8 * n + lane % 4 * 2;
-            float2 sum;
-            sum.x = fmaf(y[0], mn_bf16_lo(x[2 * n]), y[2] * mn_bf16_lo(x[2 * n + 1]));
-            sum.y = fmaf(y[1], mn_bf16_hi(x[2 * n]), y[3] * mn_bf16_hi(x[2 * n + 1]));
-#pragma unroll
-            for (int by = 4; by < 32; by <<= 1) {
-                sum.x += __shfl_xor_sync(0xffffffffu, sum.x, by);
-                sum.y += __shfl_xor_sync(0xffffffffu, sum.y, by);
-            }
-            if (lane < 4) *(float2 *)&sums[part][channel] = sum;
+            float *to = &sum[4 * k + 2 * n];
+            to[0] = fmaf(y[0], mn_bf16_lo(x[2 * n]), y[2] * mn_bf16_lo(x[2 * n + 1]));
+            to[1] = fmaf(y[1], mn_bf16_hi(x[2 * n]), y[3] * mn_bf16_hi(x[2 * n + 1]));
         }
     }
+    mn_gated_halve<8, 4>(sum);
+    mn_gated_halve<4, 8>(sum);
+    mn_gated_halve<2, 16>(sum);
+    const int i = (lane & 4) + (lane & 8) / 4 + lane / 16;
+    *(float2 *)&sums[part][8 * i + lane % 4 * 2] = make_float2(sum[0], sum[1]);
 }
 
-/* Sums of products of S and N: a warp has eight channels. */
+/* Sums of products of S and N for eight channels; a warp calls. */
 template <int VP>
 __device__ inline void mn_gated_dot_states(float *sums, const unsigned char *S,
-                                        const unsigned char *N) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+                                        const unsigned char *N, int channels) {
+    const int lane = threadIdx.x % 32;
     float2 sum = {};
 #pragma unroll
     for (int rows = 0; rows < VP / 8; rows++) {
-        const int at = (rows * 8 + warp) * 128 + lane * 4;
+        const int at = (rows * 8 + channels) * 128 + lane * 4;
         const uint32_t x = *(const uint32_t *)(S + at), y = *(const uint32_t *)(N + at);
         sum.x = fmaf(mn_bf16_lo(x), mn_bf16_lo(y), sum.x),
             sum.y = fmaf(mn_bf16_hi(x), mn_bf16_hi(y), sum.y);
@@ -410,7 +450,7 @@ __device__ inline void mn_gated_dot_states(float *sums, const unsigned char *S,
         sum.x += __shfl_xor_sync(0xffffffffu, sum.x, by);
         sum.y += __shfl_xor_sync(0xffffffffu, sum.y, by);
     }
-    if (lane < 4) *(float2 *)(sums + 8 * warp + lane * 2) = sum;
+    if (lane < 4) *(float2 *)(sums + 8 * channels + lane * 2) = sum;
 }
 
 /* o <- scale (o 2^e + inside 2^l), where l and e differ if channels decay too far; dk has -l, and
@@ -449,16 +489,6 @@ __device__ inline void mn_gated_grad_epilogue(mn_gated_acc_tile &o, const mn_gat
     }
 }
 
-/* Zero where the column is later than the row, or earlier. */
-__device__ inline void mn_gated_causal_mask(float (&P)[2][4], bool earlier) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int column = 8 * (i / 4) + lane % 4 * 2 + i % 2, row = lane / 4 + i % 4 / 2 * 8;
-        if (earlier ? column < row : column > row) P[i / 4][i % 4] = 0.0f;
-    }
-}
-
 /* dq of this warp's part, and its terms. */
 template <int VP>
 __device__ inline void mn_gated_grad_queries(mn_gated_grad_smem<VP> &smem,
@@ -466,22 +496,23 @@ __device__ inline void mn_gated_grad_queries(mn_gated_grad_smem<VP> &smem,
                                                    const mn_gated_log_decays &log_decays,
                                                const mn_gated_grad_params &p,
                                                    const mn_tile_span &at,
-                                               int64_t h, int slice) {
+                                               int64_t h, int slice, int phase) {
     const int part = mn_gated_subchunk();
     const uint32_t x = mn_smem_addr(smem.cot), y = mn_smem_addr(smem.v);
     const uint32_t far = mn_smem_addr(smem.q), near = mn_smem_addr(smem.q_inside);
     mn_gated_acc_tile o, inside = {};
-    float P[2][4];
+    mn_gated_part_scores P;
+    uint32_t own[4];
+    P.make<VP>(x, y);
     mn_gated_mma_state<VP>(o, x, mn_smem_addr(smem.S));
-#pragma unroll 1
-    for (int from = 0; from < part; from++) {
-        mn_gated_decay_subchunk(o, smem.cum_decay[from]);
-        mn_gated_subchunk_scores<VP>(P, x, y, from);
-        mn_gated_mma_add(o, P, mn_smem_addr(smem.k), from);
+#pragma unroll
+    for (int from = 0; from < MN_SUBCHUNKS - 1; from++) {
+        if (from >= part) continue;
+        mn_gated_decay_subchunk(o, smem.cum_decay[phase][from]);
+        mn_gated_mma_add(o, P.of[from], mn_smem_addr(smem.k), from);
     }
-    mn_gated_subchunk_scores<VP>(P, x, y, part);
-    mn_gated_causal_mask(P, false);
-    mn_gated_mma_add(inside, P, mn_smem_addr(smem.k_inside), part);
+    P.own<false>(own);
+    mn_gated_mma_add(inside, own, mn_smem_addr(smem.k_inside), part);
     mn_gated_grad_epilogue<false>(o, inside, terms, log_decays, far, near, smem.g, p.scale);
     mn_gated_store_subchunk(o, p.dq, at, h, slice, p.call.K);
 }
@@ -491,25 +522,26 @@ template <int VP>
 __device__ inline void mn_gated_grad_keys(mn_gated_grad_smem<VP> &smem, mn_gated_acc_tile &terms,
                                             const mn_gated_log_decays &log_decays,
                                             const mn_gated_grad_params &p, const mn_tile_span &at,
-                                            int64_t h, int slice, bool wild) {
+                                            int64_t h, int slice, int phase) {
     const int part = mn_gated_subchunk();
     const uint32_t x = mn_smem_addr(smem.v), y = mn_smem_addr(smem.cot);
     const uint32_t far = mn_smem_addr(smem.k), near = mn_smem_addr(smem.k_inside);
     mn_gated_acc_tile o, inside = {};
-    float P[2][4];
+    mn_gated_part_scores P;
+    uint32_t own[4];
+    P.make<VP>(x, y);
     mn_gated_mma_state<VP>(o, x, mn_smem_addr(smem.N));
     mn_gated_sum_state_terms(smem.read, o, far);
-#pragma unroll 1
-    for (int from = MN_SUBCHUNKS - 1; from > part; from--) {
-        mn_gated_decay_subchunk(o, smem.cum_decay[from]);
-        mn_gated_subchunk_scores<VP>(P, x, y, from);
-        mn_gated_mma_add(o, P, mn_smem_addr(smem.q), from);
+#pragma unroll
+    for (int from = MN_SUBCHUNKS - 1; from > 0; from--) {
+        if (from <= part) continue;
+        mn_gated_decay_subchunk(o, smem.cum_decay[phase][from]);
+        mn_gated_mma_add(o, P.of[from], mn_smem_addr(smem.q), from);
     }
-    mn_gated_subchunk_scores<VP>(P, x, y, part);
-    mn_gated_causal_mask(P, true);
-    mn_gated_mma_add(inside, P, mn_smem_addr(smem.q_inside), part);
+    P.own<true>(own);
+    mn_gated_mma_add(inside, own, mn_smem_addr(smem.q_inside), part);
     mn_gated_grad_epilogue<true>(o, inside, terms, log_decays, far, near, smem.g, p.scale);
-    if (wild) mn_gated_give_wild(o, smem.wild);
+    if (p.contain && smem.has_wild) mn_gated_give_wild(o, smem.wild);
     mn_gated_store_subchunk(o, p.dk, at, h, slice, p.call.K);
 }
 
@@ -519,7 +551,7 @@ template <int VP>
 __device__ inline void mn_gated_grad_decays(mn_gated_grad_smem<VP> &smem,
                                               const mn_gated_acc_tile &terms, int of_keys,
                                               const mn_gated_grad_params &p, const mn_tile_span &at,
-                                              int64_t h, int slice, bool wild,
+                                              int64_t h, int slice, int phase,
                                               const mn_gated_grad_work &next, int n_slices) {
     constexpr int each = MN_SUBCHUNK / 2;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, j = 2 * lane;
@@ -558,7 +590,7 @@ __device__ inline void mn_gated_grad_decays(mn_gated_grad_smem<VP> &smem,
 #pragma unroll
     for (int i = MN_SUBCHUNKS - 1; i >= 0; i--) {
         const float2 x = *(const float2 *)&smem.read[i][j];
-        const float2 f = *(const float2 *)&smem.cum_decay[i][j];
+        const float2 f = *(const float2 *)&smem.cum_decay[phase][i][j];
         read.x = fmaf(cum_decay.x, x.x, read.x), read.y = fmaf(cum_decay.y, x.y, read.y);
         cum_decay.x *= f.x, cum_decay.y *= f.y;
     }
@@ -566,6 +598,7 @@ __device__ inline void mn_gated_grad_decays(mn_gated_grad_smem<VP> &smem,
     sum.y = fmaf(p.scale, fmaf(cum_decay.y, met.y, read.y), -behind.y);
     const int row0 = warp * each, left = (int)at.n_rows - row0;
     mn_bf16 *to = mn_row<mn_bf16>(p.dg, at.span.b, at.span.t0 + at.first + row0, h) + channel;
+    const bool wild = p.contain && smem.has_wild;
     if (channel >= p.call.K) return;
     to += each * p.dg.stride[1];
 #pragma unroll
@@ -631,7 +664,8 @@ __device__ inline void mn_gated_scale_subchunk(unsigned char *far, unsigned char
 }
 
 /* All gradients of a piece of work whose tiles have been asked for; the first thread finds the
- * next one. */
+ * next one. No barrier is at the end: some warps go on while others take sums of this piece. What
+ * these read is written again behind the next piece's first barrier, but for cum_decay. */
 template <int VP>
 __device__ inline void mn_gated_grad_piece(mn_gated_grad_smem<VP> &smem,
                                            const mn_gated_grad_params &p, int phase,
@@ -643,7 +677,7 @@ __device__ inline void mn_gated_grad_piece(mn_gated_grad_smem<VP> &smem,
     const bool ends = p.call.cu_seqlens && at.n_rows < MN_GATED_GRAD_CHUNK;
     mn_mbarrier_wait(&smem.front, phase);
     if (ends) mn_gated_zero_tail_tiles(smem.q, 3, (int)at.n_rows);
-    const bool wild = p.contain && mn_gated_take_wild(smem);
+    if (p.contain) mn_gated_take_wild(smem);
     mn_gated_log_decays log_decays;
     mn_gated_acc_tile terms;
     log_decays.make(mn_gated_addr_rows(mn_smem_addr(smem.g), 16 * part));
@@ -654,7 +688,7 @@ __device__ inline void mn_gated_grad_piece(mn_gated_grad_smem<VP> &smem,
         for (int n = 0; n < 8; n++) {
             const float2 cum_decay = make_float2(mn_exp2(log_decays.end(n, 0)),
                                                  mn_exp2(log_decays.end(n, 1)));
-            if (lane < 4) *(float2 *)&smem.cum_decay[part][8 * n + 2 * lane] = cum_decay;
+            if (lane < 4) *(float2 *)&smem.cum_decay[phase][part][8 * n + 2 * lane] = cum_decay;
         }
     }
     mn_mbarrier_wait(&smem.back, phase);
@@ -663,10 +697,15 @@ __device__ inline void mn_gated_grad_piece(mn_gated_grad_smem<VP> &smem,
     if (threadIdx.x == 0) {
         mn_gated_grad_find(smem.work[phase ^ 1], p, n_slices, w.index + gridDim.x, count);
     }
-    mn_gated_dot_states<VP>(smem.met, smem.S, smem.N);
-    if (of_keys) mn_gated_grad_keys<VP>(smem, terms, log_decays, p, at, w.h, w.slice, wild);
-    else mn_gated_grad_queries<VP>(smem, terms, log_decays, p, at, w.h, w.slice);
-    mn_gated_grad_decays<VP>(smem, terms, of_keys, p, at, w.h, w.slice, wild,
+    if (of_keys) mn_gated_grad_keys<VP>(smem, terms, log_decays, p, at, w.h, w.slice, phase);
+    else mn_gated_grad_queries<VP>(smem, terms, log_decays, p, at, w.h, w.slice, phase);
+    if ((part >= MN_SUBCHUNKS / 2) == of_keys) {    // warps that see few other parts
+#pragma unroll 1
+        for (int channels = part; channels < 8; channels += MN_SUBCHUNKS) {
+            mn_gated_dot_states<VP>(smem.met, smem.S, smem.N, channels);
+        }
+    }
+    mn_gated_grad_decays<VP>(smem, terms, of_keys, p, at, w.h, w.slice, phase,
                              smem.work[phase ^ 1], (int)n_slices);
 }
 
@@ -695,7 +734,6 @@ additive_gated_grad_sm90(const __grid_constant__ mn_gated_grad_params p, unsigne
 #pragma unroll 1
     for (int phase = 0; !smem.work[phase].none; phase ^= 1) {
         mn_gated_grad_piece<VP>(smem, p, phase, n_slices, count);
-        __syncthreads();    // sums of this piece have been read
     }
 #endif
 }
@@ -778,7 +816,7 @@ __device__ inline void mn_gated_query_keys(mn_gated_query_smem<VP> &smem, uint32
 /* What the part's own tokens read of keys that are too far from its start. */
 template <int VP>
 __device__ inline void mn_gated_query_far(mn_gated_acc_tile &o, mn_gated_query_smem<VP> &smem,
-                                          const uint32_t (&far)[4][4], const float (&P)[2][4],
+                                          const uint32_t (&far)[4][4], const uint32_t (&P)[4],
                                           const mn_gated_log_decays &log_decays) {
     const uint32_t tile = mn_smem_addr(smem.k_inside);
     const uint32_t at = mn_gated_addr_rows(tile, 16 * mn_gated_subchunk());
@@ -809,23 +847,24 @@ __device__ inline void mn_gated_query_part(mn_gated_query_smem<VP> &smem,
     const int part = mn_gated_subchunk();
     const uint32_t x = mn_smem_addr(smem.cot), y = mn_smem_addr(smem.v);
     mn_gated_acc_tile o, inside = {};
-    float P[2][4];
+    mn_gated_part_scores P;
+    uint32_t own[4];
+    P.make<VP>(x, y);
     mn_gated_mma_state<VP>(o, x, mn_smem_addr(smem.S));
-#pragma unroll 1
-    for (int from = 0; from < part; from++) {
+#pragma unroll
+    for (int from = 0; from < MN_SUBCHUNKS - 1; from++) {
+        if (from >= part) continue;
         mn_gated_decay_subchunk(o, smem.cum_decay[from]);
-        mn_gated_subchunk_scores<VP>(P, x, y, from);
-        mn_gated_mma_add(o, P, mn_smem_addr(smem.k), from);
+        mn_gated_mma_add(o, P.of[from], mn_smem_addr(smem.k), from);
     }
-    mn_gated_subchunk_scores<VP>(P, x, y, part);
-    mn_gated_causal_mask(P, false);
-    mn_gated_mma_add_causal(inside, P, mn_smem_addr(smem.k_inside), part);
+    P.own<false>(own);
+    mn_gated_mma_add_causal(inside, own, mn_smem_addr(smem.k_inside), part);
 #pragma unroll
     for (int i = 0; i < 32; i++) {
         const float up = mn_exp2(log_decays.e[i / 4][i % 4]);
         o[i / 4][i % 4] = fmaf(inside[i / 4][i % 4], up, o[i / 4][i % 4] * up);
     }
-    if (log_decays.any) mn_gated_query_far(o, smem, far, P, log_decays);
+    if (log_decays.any) mn_gated_query_far(o, smem, far, own, log_decays);
 #pragma unroll
     for (int i = 0; i < 32; i++) o[i / 4][i % 4] *= p.scale;
     mn_gated_store_subchunk(o, p.dq, at, h, slice, p.call.K);

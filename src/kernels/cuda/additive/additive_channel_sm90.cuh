@@ -99,6 +99,31 @@ struct mn_gated_cumsum_mma {
     }
 };
 
+/* ---- products of four warps together --------------------------------------------------------- */
+
+/* Where a product finds rows of a tile; `n` bytes further on, n / 16 is added. */
+__device__ inline uint64_t mn_gated_smem_desc(uint32_t address) {
+    return (address & 0x3ffffu) >> 4 | (uint64_t)1 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
+}
+
+__device__ inline void mn_gated_wgmma_fence(void) {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ inline void mn_gated_wgmma_commit(void) {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+/* Waits for all that was sent but the last PENDING times. */
+template <int PENDING>
+__device__ inline void mn_gated_wgmma_wait(void) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+#define MN_GATED_ACC8(i)                                                                          \
+    "+f"(y[i][0]), "+f"(y[i][1]), "+f"(y[i][2]), "+f"(y[i][3]), "+f"(y[(i) + 1][0]),               \
+        "+f"(y[(i) + 1][1]), "+f"(y[(i) + 1][2]), "+f"(y[(i) + 1][3])
+
 #endif
 
 }    // namespace mneme::additive

@@ -99,6 +99,20 @@ struct mn_token_smem {
 
 #if MN_HAS_WGMMA
 
+/* A tile as an operand of products: where what lies `bytes` further on is found. What has to be
+ * done for that is one addition, as wgmma is asked for faster than addresses could be made. */
+struct mn_token_operand {
+    unsigned low;
+
+    __device__ explicit mn_token_operand(const unsigned char *tile)
+        : low((unsigned)delta::mn_wgmma_smem_desc(mn_smem_addr(tile))) {}
+
+    __device__ uint64_t operator[](int bytes) const {
+        const uint64_t high = delta::mn_wgmma_smem_desc(0) >> 32 << 32;
+        return high | (low + (unsigned)bytes / 16);
+    }
+};
+
 /* The first token of the chunk that is number `iter` of the segment's scan. */
 __device__ inline int64_t mn_token_first(const mn_scan_coord &at, bool reverse, int iter) {
     const int64_t n = at.iter + iter;
@@ -317,6 +331,12 @@ __device__ __forceinline__ void mn_token_pin(float (&x)[N][4]) {
     for (int i = 0; i < 4 * N; i++) asm volatile("" : "+f"(x[i / 4][i % 4]));
 }
 
+template <int N>
+__device__ __forceinline__ void mn_token_pin(uint32_t (&x)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * N; i++) asm volatile("" : "+r"(x[i / 4][i % 4]));
+}
+
 /* ---- the warpgroup that computes scores ------------------------------------------------------ */
 
 /* Adds up with the lane that is 2 STEP away, each of both one half of the numbers. */
@@ -340,28 +360,37 @@ __device__ __forceinline__ float2 mn_token_column_sums(float (&x)[16]) {
     return make_float2(x[0], x[1]);
 }
 
+/* Decays from the tokens of P's columns to those of this warp's 16 rows. */
+__device__ inline void mn_token_decays_between(float (&decay)[8][4], const float2 *l) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const float2 of_row[2] = { l[row], l[row + 8] };
+#pragma unroll
+    for (int tile = 0; tile < 8; tile++) {
+        const float4 of_columns = *(const float4 *)(l + 8 * tile + lane % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float high = i % 2 ? of_columns.z : of_columns.x;
+            const float low = i % 2 ? of_columns.w : of_columns.y;
+            decay[tile][i] = mn_exp2((of_row[i / 2].x - high) + (of_row[i / 2].y - low));
+        }
+    }
+}
+
 /* P of this warp's 16 rows, decayed in place, zero where a row does not see a column; to a tile. */
 template <bool DECAYS>
-__device__ inline void mn_token_weigh(float (&sum)[8][4], unsigned char *P, const float2 *l,
-                                      bool reverse) {
+__device__ inline void mn_token_weigh(float (&sum)[8][4], const float (&decay)[8][4],
+                                      unsigned char *P, bool reverse) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const float2 of_row[2] = { DECAYS ? l[row] : float2{}, DECAYS ? l[row + 8] : float2{} };
 #pragma unroll
     for (int tile = 0; tile < 8; tile++) {
         const int column = 8 * tile + lane % 4 * 2;
-        float4 of_columns = {};
-        if (DECAYS) of_columns = *(const float4 *)(l + column);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float *at = &sum[tile][2 * half];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int r = row + 8 * half, c = column + i;
-                if (DECAYS) {
-                    const float high = i ? of_columns.z : of_columns.x;
-                    const float low = i ? of_columns.w : of_columns.y;
-                    at[i] *= mn_exp2((of_row[half].x - high) + (of_row[half].y - low));
-                }
+                if (DECAYS) at[i] *= decay[tile][2 * half + i];
                 if (reverse ? c < r : c > r) at[i] = 0.0f;
             }
             *(unsigned *)(P + delta::mn_tile_swizzle(row + 8 * half, tile) + lane % 4 * 4) =
@@ -403,28 +432,29 @@ __device__ inline void mn_token_scores(Smem &smem, bool reverse) {
     for (int n = 0; n < iters; n++) {
         const int slot = n % Smem::stages, phase = n / Smem::stages & 1;
         auto &in = smem.stage[slot];
-        float P[8][4] = {}, R[8][4] = {};
+        float P[8][4] = {}, R[8][4] = {}, decay[8][4];
+        const mn_token_operand x(in.x), y(in.y), z(in.z), paired(in.paired);
         mn_mbarrier_wait(&smem.full[slot], phase);
         mn_mbarrier_wait(&smem.ready[slot], phase);
-        mn_fence_proxy_async();
         if constexpr (OWN) mn_token_pin(R);
         delta::mn_mma_fence<true>();
 #pragma unroll
         for (int k = 0; k < Smem::depth; k += 16) {
-            const unsigned at = k / 64 * MN_TOKEN_TILE + k % 64 * 2;
-            delta::mn_wgmma_m64n64k16(P, mn_smem_addr(in.x) + at, mn_smem_addr(in.y) + at);
+            const int at = k / 64 * MN_TOKEN_TILE + k % 64 * 2;
+            delta::mn_wgmma_m64n64k16(P, x[at], y[at]);
         }
         delta::mn_mma_commit<true>();
         if constexpr (OWN) {
 #pragma unroll
             for (int k = 0; k < 64 * Smem::groups; k += 16) {
-                const unsigned at = k / 64 * MN_TOKEN_TILE + k % 64 * 2;
-                delta::mn_wgmma_m64n64k16(R, mn_smem_addr(in.paired) + at, mn_smem_addr(in.z) + at);
+                const int at = k / 64 * MN_TOKEN_TILE + k % 64 * 2;
+                delta::mn_wgmma_m64n64k16(R, paired[at], z[at]);
             }
             delta::mn_mma_commit<true>();
         }
+        if (DECAYS) mn_token_decays_between(decay, smem.log_decays[slot].log_decay);
         delta::mn_mma_wait<true, OWN ? 1 : 0>();
-        mn_token_weigh<DECAYS>(P, in.P, smem.log_decays[slot].log_decay, reverse);
+        mn_token_weigh<DECAYS>(P, decay, in.P, reverse);
         mn_fence_proxy_async();
         if constexpr (OWN) delta::mn_mma_wait<true>();
         mn_mbarrier_arrive(&smem.scored[slot]);
@@ -459,15 +489,28 @@ struct mn_token_state {
         for (int i = 0; i < DEPTH / 2; i++) at[i / 4][i % 4] *= by;
     }
 
+    /* The state that a sequence begins with, or zeros. All numbers are asked for before one is
+     * used, without a branch between; those outside are looked for where the first one lies. */
+    __device__ void load(const mn_chunk_scan &p, const mn_scan_coord &place) {
+        const float *from = mn_row<float>(p.state0, place.n, 0, place.h);
+        if (!from || p.reduce_pass) {
+            each([](float &cell, int, int) { cell = 0.0f; });
+            return;
+        }
+        const int depth = (int)p.depth, down = (int)p.state_row, along = (int)p.state_column;
+        const int left = (int)min(p.width - place.column0, (int64_t)MN_SCAN_WIDTH);
+        from += place.column0 * along;
+        each([&](float &cell, int i, int j) {
+            cell = from[i < depth && j < left ? i * down + j * along : 0];
+        });
+        each([&](float &cell, int i, int j) {
+            cell = i < depth && j < left ? p.into * cell : 0.0f;
+        });
+    }
+
     /* The state in front of the segment, from what those before it have left. */
     __device__ void begin(const mn_chunk_scan &p, const mn_scan_coord &place) {
-        const float *from = mn_row<float>(p.state0, place.n, 0, place.h);
-        const bool given = from && !p.reduce_pass;
-        each([&](float &cell, int i, int j) {
-            const int64_t column = place.column0 + j;
-            const bool inside = given && i < p.depth && column < p.width;
-            cell = inside ? p.into * from[i * p.state_row + column * p.state_column] : 0.0f;
-        });
+        load(p, place);
         for (int before = p.reduce_pass ? 0 : (int)blockIdx.z; before > 0; before--) {
             const int64_t index = place.index - before * place.stride;
             const float4 *sums = (const float4 *)(p.sums + index * DEPTH * MN_SCAN_WIDTH);
@@ -533,24 +576,27 @@ __device__ __forceinline__ void mn_token_add_wild(float (&O)[8][4], const unsign
     }
 }
 
-/* Left operands of this warp's 16 value columns of Z, tokens as depth. `finite` has zeros where a
- * number is not; the result says whether there is one. */
-__device__ inline bool mn_token_values(uint32_t (&z)[4][4], uint32_t (&finite)[4][4],
-                                       const unsigned char *tile) {
+/* Left operands of this warp's 16 value columns of Z, tokens as depth. The result has a bit where
+ * there may be a number that is not finite. */
+__device__ inline uint32_t mn_token_values(uint32_t (&z)[4][4], const unsigned char *tile) {
     uint32_t watch = 0;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         delta::mn_frag_a_trans(z[k], mn_smem_addr(tile), threadIdx.x / 32 % 4 * 16, 16 * k);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            watch = mn_bf16x2_watch(z[k][i], watch);
-            finite[k][i] = z[k][i];
-        }
+        for (int i = 0; i < 4; i++) watch = mn_bf16x2_watch(z[k][i], watch);
     }
-    if (!__any_sync(0xffffffffu, watch & 0x7fff7fffu)) return false;
+    return watch & 0x7fff7fffu;
+}
+
+/* Zeros in the place of numbers that are not finite; whether the warp has one. */
+__device__ inline bool mn_token_drop_wild(uint32_t (&z)[4][4], uint32_t watch) {
+    const bool wild = __any_sync(0xffffffffu, watch);
+    if (__builtin_expect(wild, 0)) {
 #pragma unroll
-    for (int i = 0; i < 16; i++) finite[i / 4][i % 4] &= ~mn_bf16x2_wild(finite[i / 4][i % 4]);
-    return true;
+        for (int i = 0; i < 16; i++) z[i / 4][i % 4] &= ~mn_bf16x2_wild(z[i / 4][i % 4]);
+    }
+    return wild;
 }
 
 /* O, transposed in registers, times `by` to a tile (64 tokens, 64 columns) in shared memory. */
@@ -581,17 +627,26 @@ __device__ inline void mn_token_scale_out(float (&O)[8][4], const float *from_st
     }
 }
 
-__device__ inline void mn_token_scale_values(uint32_t (&z)[4][4], const float *to_end) {
-    const int column = threadIdx.x % 4 * 2;
+template <bool DECAYS>
+struct mn_token_decays_to_end {
+    float2 by[8];
+
+    __device__ void load(const float *to_end) {
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float2 by = *(const float2 *)(to_end + 16 * k + i / 2 * 8 + column);
-            z[k][i] = mn_bf16x2_mul(z[k][i], by.x, by.y);
+        for (int k = 0; k < 8 && DECAYS; k++) {
+            by[k] = *(const float2 *)(to_end + 8 * k + threadIdx.x % 4 * 2);
         }
     }
-}
+
+    __device__ void scale(uint32_t (&to)[4][4], const uint32_t (&z)[4][4]) const {
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const float2 &f = by[i / 4 * 2 + i % 4 / 2];
+            const uint32_t x = z[i / 4][i % 4];
+            to[i / 4][i % 4] = DECAYS ? mn_bf16x2_mul(x, f.x, f.y) : x;
+        }
+    }
+};
 
 /* ---- what the gradient of a decay takes ------------------------------------------------------ */
 
@@ -684,10 +739,14 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
     for (int n = 0; n < iters; n++) {
         const int slot = n % Smem::stages, phase = n / Smem::stages & 1;
         auto &in = smem.stage[slot];
+        const mn_token_operand x(in.x), y(in.y), P(in.P);
         const mn_scan_log_decays<MN_TOKEN_CHUNK> &decays = smem.log_decays[slot];
-        uint32_t a[DEPTH / 16][4], z[4][4], finite[4][4];
-        float O[8][4] = {};
+        uint32_t a[DEPTH / 16][4], z[4][4], lowered[4][4];
+        mn_token_decays_to_end<DECAYS> to_end;
+        float O[8][4] = {}, whole = 1.0f;
         float2 read = {};
+        mn_mbarrier_wait(&smem.full[slot], phase);
+        mn_mbarrier_wait(&smem.ready[slot], phase);
         if (HAS_OUT) {
 #pragma unroll
             for (int k = 0; k < DEPTH / 16; k++) {
@@ -695,38 +754,38 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
             }
         }
         kept.keep(p, a);
-        mn_mbarrier_wait(&smem.full[slot], phase);
-        mn_mbarrier_wait(&smem.ready[slot], phase);
-        mn_fence_proxy_async();
+        const uint32_t watch = mn_token_values(z, in.z + tile);
+        to_end.load(decays.to_end);
+        if (DECAYS) whole = mn_exp2(decays.whole);
         if (HAS_OUT) {
             mn_mma_fence<true>();
 #pragma unroll
             for (int k = 0; k < DEPTH / 16; k++) {
-                mn_mma_abt<true>(O, a[k], mn_smem_addr(in.x), 16 * k, 0);
+                mn_wgmma_m64n64k16<0>(O, a[k], x[k / 4 * MN_TOKEN_TILE + k % 4 * 32]);
             }
             mn_mma_commit<true>();
         }
-        const bool wild = mn_token_values(z, finite, in.z + tile);
         if (DECAYS) {
-            const float whole = mn_exp2(decays.whole);
             kept.meet(M, p, whole);
-            if (n + 1 < iters) kept.begin(call, p, place, mn_token_first(place, reverse, n + 1));
+            kept.begin(call, p, place, mn_token_first(place, reverse, min(n + 1, iters - 1)));
             M.scale(whole);
             cum_decay *= whole;
-            mn_token_scale_values(z, decays.to_end);
         }
+        to_end.scale(lowered, z);
+        mn_token_pin(M.at), mn_token_pin(lowered);
+        if (HAS_OUT && DECAYS) {
+            mn_mma_wait<true>();
+            mn_token_scale_out(O, smem.from_start[slot]);
+            if (MODE != MN_SCAN_PLAIN) read = mn_token_dot(O, in.paired + tile);
+        }
+        const bool wild = mn_token_drop_wild(z, watch);
         if (HAS_OUT) {
-            if (DECAYS) {
-                mn_mma_wait<true>();
-                mn_token_scale_out(O, smem.from_start[slot]);
-                if (MODE != MN_SCAN_PLAIN) read = mn_token_dot(O, in.paired + tile);
-            }
             mn_mbarrier_wait(&smem.scored[slot], phase);
-            if (MODE != MN_SCAN_PLAIN) mn_token_pin(M.at);
+            mn_token_pin(z);
             mn_mma_fence<true>();
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                mn_mma_abt<true>(O, finite[k], mn_smem_addr(in.P), 16 * k, 0);
+                mn_wgmma_m64n64k16<0>(O, z[k], P[32 * k]);
             }
             mn_mma_commit<true>();
         } else {
@@ -736,7 +795,7 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
         for (int i = 0; i < DEPTH / 64; i++) {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                mn_mma_ab<true>(&M.at[8 * i], z[k], mn_smem_addr(in.y), 16 * k, i, 4);
+                mn_wgmma_m64n64k16<1>(&M.at[8 * i], lowered[k], y[i * MN_TOKEN_TILE + k * 2048]);
             }
         }
         mn_mma_commit<true>();
@@ -747,13 +806,17 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
                 *(float2 *)(to + threadIdx.x % 32 * 2) = read;
             }
             mn_mma_wait<true, 1>();
-            if (wild) mn_token_add_wild(O, in.z + tile, in.P, reverse);
+            if (__builtin_expect(wild, 0)) {
+                mn_token_add_wild(O, in.z + tile, in.P, reverse);
+            }
             mn_token_stage_out(smem.out[n % 2] + tile, O, by);
-            mn_fence_proxy_async();
-            mn_mbarrier_arrive(&smem.out_full[n % 2]);
         }
         mn_mma_wait<true>();
         mn_mbarrier_arrive(&smem.empty[slot]);
+        if (HAS_OUT) {
+            mn_fence_proxy_async();
+            mn_mbarrier_arrive(&smem.out_full[n % 2]);
+        }
     }
     M.end(p, place, cum_decay);
 }
@@ -793,8 +856,12 @@ __device__ inline void mn_token_scores_part(Smem &smem, const mn_chunk_scan &p) 
 /* Registers of threads that keep the state, make scores, and do the rest. */
 template <int GROUPS>
 struct mn_token_registers {
-    static constexpr int state = GROUPS == 1 ? 240 : 160, scores = GROUPS == 1 ? 144 : 120;
-    static constexpr int rest = GROUPS == 1 ? 120 : 72;
+    static constexpr int state = GROUPS == 1 ? 240 : 160, scores = GROUPS == 1 ? 152 : 136;
+    static constexpr int rest = GROUPS == 1 ? 112 : 56;
+    static constexpr int launched = 65536 / ((GROUPS + 2) * MN_TOKEN_WARPGROUP) / 8 * 8;
+    static_assert(state > launched && rest < launched &&
+                      GROUPS * state + scores + rest <= (GROUPS + 2) * launched,
+                  "as many as the block has");
 };
 
 /* Grid: blocks of 384 or 512 threads, block = (n * H + h) * n_slices + slice for sequence n, head h
@@ -840,7 +907,11 @@ additive_token_scan_sm90(const __grid_constant__ mn_token_params all) {
         mn_setmaxnreg_inc<registers::state>();
         mn_token_state_part<DECAYS, HAS_OUT>(smem, all.call, job.scan, group);
     } else if (group == GROUPS) {
-        mn_setmaxnreg_dec<registers::scores>();
+        if constexpr (registers::scores > registers::launched) {
+            mn_setmaxnreg_inc<registers::scores>();
+        } else {
+            mn_setmaxnreg_dec<registers::scores>();
+        }
         if (HAS_OUT) mn_token_scores_part<DECAYS>(smem, job.scan);
     } else {
         mn_setmaxnreg_dec<registers::rest>();

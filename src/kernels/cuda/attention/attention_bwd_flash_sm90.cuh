@@ -80,11 +80,19 @@ __device__ inline void mn_bwd_store_tile(unsigned char *smem, const float (&d)[D
             mn_bf16x2(d[i] * by, d[i + 1] * by);
     }
     mn_named_barrier_sync(half + 1, 128);
-    for (int i = thread; i < 64 * D / 8; i += MN_WARPGROUP) {
-        const int r = half * 64 + i / (D / 8), column = i % (D / 8) * 8;
+    constexpr int passes = D / 16, pass_rows = 64 / passes;
+    const int first = half * 64 + thread / (D / 8), column = thread % (D / 8) * 8;
+    mn_bf16 *const at = mn_row<mn_bf16>(to, b, t + first, h) + column;
+    uint4 vecs[passes];    // all on their way together
+#pragma unroll
+    for (int i = 0; i < passes; i++) {
+        vecs[i] = *(const uint4 *)(smem + mn_swizzle_byte(128, first + i * pass_rows, column));
+    }
+#pragma unroll
+    for (int i = 0; i < passes; i++) {
+        const int r = first + i * pass_rows;
         if (r >= n_rows || column >= width || (SKIPS && r < skipped)) continue;
-        *(uint4 *)(mn_row<mn_bf16>(to, b, t + r, h) + column) =
-            *(const uint4 *)(smem + mn_swizzle_byte(128, r, column));
+        *(uint4 *)(at + i * pass_rows * to.stride[1]) = vecs[i];
     }
 }
 

@@ -2,17 +2,19 @@
  * Hopper's products, for heads of 72 to 128 columns where forward left its sums and o
  * (attention_bwd_flash_sm90.cuh has the equations and serves the rest).
  *
- * A block has 128 keys and scans over the queries that see them, the last ones first, 64 at a time:
+ * A block for each processor takes tiles of 128 keys and scans over the queries that see them, the
+ * last ones first, 64 at a time:
  *
  *   z = k q'   w = 2^(c z - a)   g = v do'   dz = w (g - b)       with keys as rows
  *   dv += w do                   dk += dz q
  *   sums += k'dz                                                  of all keys: dq transposed
  *
- * Five products. The sums of a tile of queries are of all blocks that pass over it. They lie in
+ * Five products. The sums of a tile of queries are of all tiles of keys that it sees. They lie in
  * work space, in float32 and as the threads' registers hold them, and blocks add to them in the
- * order of their keys: each waits for its turn, a semaphore in device memory, so that results have
- * the same bits each time. Blocks take their work in that order too, so those waited for have
- * begun; they are ahead by as much as adding takes, and rarely waited for.
+ * order of the keys: each waits for its turn, a semaphore in device memory, so that results have
+ * the same bits each time. Tiles of keys are taken in that order too, each by a block that has
+ * begun and first ends those it took before, so that the earliest never waits; others are ahead
+ * by as much as adding takes, and rarely waited for.
  *
  * b = o.do lacks what rounding o to bf16 left out. It matters where a key has most of a row's
  * weight and g - b must cancel: the pass notes that key and sums dz over all keys, which should be
@@ -56,6 +58,7 @@ struct mn_single_pass {
     int *semaphores, *flags, *ticket;
     float *sums;
     int64_t n_semaphores, n_flags;
+    int n_tiles;    // of keys, of all heads
     CUtensorMap q, d_o, keys, values;    // tiles of 64 and of 128 rows
     bool by_tma;
 };
@@ -111,14 +114,17 @@ struct mn_single_pass_token {
 };
 
 /* Loads o and do (B,T,H,V) and lse (B,T,H); stores a = lse log2 e and b = o.do (B,H,T). 16 threads
- * have four tokens of a head, whose rows are all on their way at once. Clears semaphores, flags,
- * ticket and dominant_key. */
+ * have four tokens of a head, whose rows are all on their way at once. The last tokens go first, as
+ * the second cache has their o from forward; the first ones' do then is there for the pass, which
+ * begins with them. Clears semaphores, flags, ticket and dominant_key. */
 __global__ static void __launch_bounds__(MN_SINGLE_PASS_ROW_THREADS, 4)
 attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
     enum { GROUP = MN_SINGLE_PASS_ROW_GROUP, ROWS = MN_SINGLE_PASS_ROW_TOKENS };
     const mn_attn_params &p = k.f.p;
     const mn_call &c = p.call;
-    const int64_t thread = blockIdx.x * (int64_t)MN_SINGLE_PASS_ROW_THREADS + threadIdx.x;
+    mn_pdl_launch_dependents();
+    const int64_t block = gridDim.x - 1 - blockIdx.x;
+    const int64_t thread = block * MN_SINGLE_PASS_ROW_THREADS + threadIdx.x;
     const int64_t all = gridDim.x * (int64_t)MN_SINGLE_PASS_ROW_THREADS, n_tokens = c.B * c.T;
     const int lane = threadIdx.x % GROUP, column = lane * 8;
     for (int64_t i = thread; i < k.n_semaphores; i += all) k.semaphores[i] = 0;
@@ -156,10 +162,10 @@ attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
 
 /* ---- the pass -------------------------------------------------------------------------------- */
 
-/* What a block does: `n_keys` keys of a sequence from `key` on, of head h, seen by the sequence's
- * queries from `seen` on (before its first, where that is negative), as far as a window goes. A
- * block has n tiles of queries from row `first` on, the last ones first, for each of `all` / n
- * heads. */
+/* A tile of keys: `n_keys` keys of a sequence from `key` on, of head h, seen by the sequence's
+ * queries from `seen` on (before its first, where that is negative), as far as a window goes. It
+ * has n tiles of queries from row `first` on, the last ones first, for each of `all` / n heads. No
+ * keys: no more work. */
 struct mn_single_pass_coord {
     int64_t b, t0, h, head0;
     int64_t slot;    // of the sequence's first tile of queries
@@ -178,7 +184,8 @@ struct alignas(1024) mn_single_pass_smem {
     int *dominant_key[2];
     int left[2], past[2];
     uint64_t kv_full, stage_full[2], stage_empty[2], dz_full[2], dz_empty[2], dq_full[2], dq_empty;
-    mn_single_pass_coord coord;
+    uint64_t kv_empty, coord_full[2], coord_empty[2];
+    mn_single_pass_coord coord[2];
 };
 
 /* Of the keys of number `block_id` in the order of work. */
@@ -206,6 +213,16 @@ __device__ inline mn_single_pass_coord mn_single_pass_coord_of(const mn_single_p
                        (int64_t)0);
     coord.all = coord.n * (int)heads;
     return coord;
+}
+
+/* The next tile of keys by the ticket. */
+__device__ inline mn_single_pass_coord mn_single_pass_next(const mn_single_pass &k) {
+    for (;;) {
+        const int ticket = atomicAdd(k.ticket, 1);
+        if (ticket >= k.n_tiles) return {};
+        const mn_flash_coord at = mn_single_pass_keys(k, ticket);
+        if (at.tile.n_rows > 0) return mn_single_pass_coord_of(k, at);
+    }
 }
 
 /* Position: query t of head h is the first of a tile; next() goes to the tile after it. */
@@ -260,8 +277,8 @@ __device__ inline void mn_single_pass_load_tile(unsigned char *to, const CUtenso
 /* Keys and values: true where copies of this thread are under way, which it has to wait for. */
 template <int UNROLL>
 __device__ inline bool mn_single_pass_load_keys(mn_single_pass_smem &smem,
-                                                const mn_single_pass &k, bool by_tma) {
-    const mn_single_pass_coord &coord = smem.coord;
+                                                const mn_single_pass &k,
+                                                const mn_single_pass_coord &coord, bool by_tma) {
     const mn_attn_params &p = k.f.p;
     const int i = threadIdx.x, K = (int)p.call.K, V = (int)p.call.V;
     if (by_tma && coord.n_keys == MN_SINGLE_PASS_KEYS) {
@@ -291,20 +308,26 @@ __device__ inline bool mn_single_pass_load_keys(mn_single_pass_smem &smem,
 
 /* Two producer warps load keys and values, then queries and cotangents with their rows' numbers;
  * cotangents of queries up to `wild` are left out by a redo. Whole tiles come by TMA, which thread
- * 0 asks for; the last rows of a sequence by cp.async, with zeros behind them. */
+ * 0 asks for; the last rows of a sequence by cp.async, with zeros behind them. `before` tiles of
+ * queries, and `turn` of keys, have been loaded before. */
 template <bool REDO>
-__device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const mn_single_pass &k,
-                                               int wild) {
+__device__ inline void mn_single_pass_load(mn_single_pass_smem &smem, const mn_single_pass &k,
+                                           const mn_single_pass_coord &coord, int wild, int turn,
+                                           int before) {
     constexpr int unroll = MN_SINGLE_PASS_TMA && !REDO ? 1 : MN_SINGLE_PASS_STEP / 8;
-    const mn_single_pass_coord &coord = smem.coord;
     const mn_attn_params &p = k.f.p;
     const int i = threadIdx.x, K = (int)p.call.K, V = (int)p.call.V;
     const bool by_tma = MN_SINGLE_PASS_TMA && !REDO && k.by_tma;
-    if (coord.all == 0) return;    // no query sees them: zeros leave through their place at once
-    bool owes = mn_single_pass_load_keys<unroll>(smem, k, by_tma);
+    mn_mbarrier_wait(&smem.kv_empty, (turn & 1) ^ 1);
+    if (coord.all == 0) {    // no query sees them: zeros leave through their place at once
+        mn_mbarrier_arrive(&smem.kv_full);
+        return;
+    }
+    bool owes = mn_single_pass_load_keys<unroll>(smem, k, coord, by_tma);
     mn_single_pass_tile_iter tile_iter(coord);
+    const int end = before + coord.all;
 #pragma unroll 1
-    for (int n = 0; n < coord.all; n++, tile_iter.next()) {
+    for (int n = before; n < end; n++, tile_iter.next()) {
         const int stage = n % 2, left = coord.length - tile_iter.t;
         const int64_t t = coord.t0 + tile_iter.t,
             row = mn_single_pass_row(p.call, coord.b, tile_iter.h, t);
@@ -341,6 +364,31 @@ __device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const 
     }
 }
 
+/* Loads one tile of keys after the other; thread 0 takes the next when the last loads of one are
+ * under way, so that it is there when the products end. */
+template <bool REDO>
+__device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const mn_single_pass &k,
+                                               int wild) {
+    int before = 0;
+#pragma unroll 1
+    for (int turn = 0;; turn++) {
+        const int slot = turn & 1, next = turn + 1;
+        const mn_single_pass_coord &coord = smem.coord[slot];
+        mn_mbarrier_wait(&smem.coord_full[slot], turn / 2 & 1);
+        if (coord.n_keys == 0) return;
+        mn_single_pass_load<REDO>(smem, k, coord, wild, turn, before);
+        if (REDO) return;
+        before += coord.all;
+        mn_mbarrier_arrive(&smem.coord_empty[slot]);
+        if (threadIdx.x == 0) {
+            mn_mbarrier_wait(&smem.coord_empty[next & 1], (next / 2 & 1) ^ 1);
+            smem.coord[next & 1] = mn_single_pass_next(k);
+            mn_mbarrier_arrive(&smem.coord_full[next & 1]);
+        }
+        __syncwarp();
+    }
+}
+
 /* `bytes` of shared memory onto or over as many of device memory, by TMA. */
 __device__ inline void mn_tma_accumulate_1d(float *to, const float *from, int bytes, bool add) {
     if (add) {
@@ -352,15 +400,19 @@ __device__ inline void mn_tma_accumulate_1d(float *to, const float *from, int by
     }
 }
 
-/* One thread of two: adds every second tile of dq to the sums of all blocks when it is the block's
- * turn, which is after those with earlier keys that the tile's queries see. */
+/* One thread of two: adds every second dq to the sums of all tiles of keys when it is their turn,
+ * which is after those with earlier keys that the tile's queries see. The next block's wait
+ * is all of what lies between its turn and the semaphore, so there is one fence of device memory:
+ * sums are read and written by TMA alone, in the second cache, whose completion shows them to this
+ * thread, and the release to the next. */
 template <bool has_window>
 __device__ inline void mn_single_pass_accumulate_dq(mn_single_pass_smem &smem,
-                                                    const mn_single_pass &k, int which) {
-    const mn_single_pass_coord &coord = smem.coord;
-    const int rank = coord.key / MN_SINGLE_PASS_KEYS;
+                                                    const mn_single_pass &k,
+                                                    const mn_single_pass_coord &coord, int which,
+                                                    int before) {
+    const int rank = coord.key / MN_SINGLE_PASS_KEYS, end = before + coord.all;
     mn_single_pass_tile_iter tile_iter(coord);
-    for (int n = 0; n < coord.all; n++, tile_iter.next()) {
+    for (int n = before; n < end; n++, tile_iter.next()) {
         if (n % 2 != which) continue;
         const int64_t chunk = (coord.slot + tile_iter.t / MN_SINGLE_PASS_STEP) * k.f.p.call.H
             + tile_iter.h;
@@ -375,7 +427,7 @@ __device__ inline void mn_single_pass_accumulate_dq(mn_single_pass_smem &smem,
             now = mn_load_acquire(semaphore);
         }
         mn_mbarrier_wait(&smem.dq_full[which], n / 2 & 1);
-        cuda::ptx::fence_proxy_async();
+        mn_fence_proxy_async();
         mn_tma_accumulate_1d(to, smem.dq, MN_SINGLE_PASS_ACC * 4, adds);
         mn_tma_accumulate_1d(to + MN_SINGLE_PASS_ACC, smem.off[n % 4],
                              8 * MN_SINGLE_PASS_STEP * 4, adds);
@@ -383,9 +435,22 @@ __device__ inline void mn_single_pass_accumulate_dq(mn_single_pass_smem &smem,
         mn_tma_store_wait_read();
         mn_mbarrier_arrive(&smem.dq_empty);
         mn_tma_store_wait();
-        cuda::ptx::fence_proxy_async();
-        asm volatile("fence.acq_rel.gpu;" ::: "memory");
         mn_store_release(semaphore, rank + 1);
+    }
+}
+
+template <bool has_window>
+__device__ inline void mn_single_pass_accumulate(mn_single_pass_smem &smem,
+                                                 const mn_single_pass &k, int which) {
+    int before = 0;
+#pragma unroll 1
+    for (int turn = 0;; turn++) {
+        const mn_single_pass_coord &coord = smem.coord[turn & 1];
+        mn_mbarrier_wait(&smem.coord_full[turn & 1], turn / 2 & 1);
+        if (coord.n_keys == 0) return;
+        mn_single_pass_accumulate_dq<has_window>(smem, k, coord, which, before);
+        before += coord.all;
+        mn_mbarrier_arrive(&smem.coord_empty[turn & 1]);
     }
 }
 
@@ -435,7 +500,8 @@ __device__ inline void mn_single_pass_store_dz(uint32_t to, const uint32_t (&dz)
     }
 }
 
-/* 64 sums of rows and columns to where the engine finds them, as registers lie. */
+/* 64 sums of rows and columns to where the engine finds them, as registers lie. The thread that
+ * asks it shows them to it. */
 __device__ inline void mn_single_pass_stage_dq(mn_single_pass_smem &smem, const float (&dq)[32],
                                                int n) {
     const int thread = threadIdx.x - MN_WARPGROUP;
@@ -445,9 +511,18 @@ __device__ inline void mn_single_pass_stage_dq(mn_single_pass_smem &smem, const 
         *(float4 *)&smem.dq[i * 256 + thread * 4] = make_float4(dq[i], dq[i + 1], dq[i + 2],
                                                                 dq[i + 3]);
     }
-    cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
     __syncwarp();
     if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dq_full[n & 1]);
+}
+
+/* Numbers of the thread's queries, columns `column` and the one behind it of each eight. */
+__device__ inline void mn_single_pass_load_numbers(float2 (&to)[MN_SINGLE_PASS_STEP / 8],
+                                                   const float (&from)[MN_SINGLE_PASS_STEP],
+                                                   int column) {
+#pragma unroll
+    for (int i = 0; i < MN_SINGLE_PASS_STEP / 8; i++) {
+        to[i] = *(const float2 *)&from[i * 8 + column];
+    }
 }
 
 /* Starts dq = k'dz for 64 columns of the keys: rows of dq are columns of a head. */
@@ -462,7 +537,7 @@ __device__ inline void mn_single_pass_wgmma_dq(float (&dq)[32], uint32_t keys, u
 /* Notes keys that have more than half of the weight of a query. */
 __device__ inline void mn_single_pass_note_dominant(const mn_single_pass_smem &smem,
                                                     const uint32_t (&w)[16], int stage,
-                                    int row, int column) {
+                                                    int first_key, int row, int column) {
     uint32_t most = w[0];
 #pragma unroll
     for (int i = 1; i < 16; i++) {
@@ -471,7 +546,7 @@ __device__ inline void mn_single_pass_note_dominant(const mn_single_pass_smem &s
     const float2 pair = mn_single_pass_unpack(most);
     if (!(fmaxf(pair.x, pair.y) > 0.5f)) return;
     int *dominant_key = smem.dominant_key[stage] + column;
-    const int left = smem.left[stage] - column, key = smem.coord.key + row;
+    const int left = smem.left[stage] - column, key = first_key + row;
 #pragma unroll
     for (int i = 0; i < 16; i++) {
         const float2 x = mn_single_pass_unpack(w[i]);
@@ -483,11 +558,12 @@ __device__ inline void mn_single_pass_note_dominant(const mn_single_pass_smem &s
 
 /* Multiplies a group's 64 keys. g is made beside the weights, dv beside dz, the next scores while
  * dq is stored; dq of a tile is made one tile later, when both groups have written their dz. REDO:
- * dk and dv alone, of keys that the query `wild` does not see. */
+ * dk and dv alone, of keys that the query `wild` does not see. Tiles of queries are numbered from
+ * `before` on. */
 template <bool has_window, bool REDO>
-__device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const mn_single_pass &k,
-                                               int wild) {
-    const mn_single_pass_coord &coord = smem.coord;
+__device__ inline void mn_single_pass_multiply(mn_single_pass_smem &smem, const mn_single_pass &k,
+                                               const mn_single_pass_coord &coord, int wild,
+                                               int turn, int before) {
     const mn_attn_params &p = k.f.p;
     const int half = __shfl_sync(0xffffffffu, threadIdx.x / MN_WARPGROUP - 1, 0);
     const int thread = threadIdx.x % MN_WARPGROUP;
@@ -511,15 +587,18 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         mn_wgmma_fence();
         mn_wgmma_ab<64, 128>(dv, w, mn_smem_addr(smem.y[stage]), true);
     };
-    /* From scores to weights and cotangents. */
+    /* From scores to weights and cotangents, and what these add to dk. Rows' numbers are loaded in
+     * front of products, behind which they would wait for shared memory. */
     const auto softmax_tile = [&](int n) {
         const int stage = n & 1;
+        float2 numbers[MN_SINGLE_PASS_STEP / 8];
+        mn_single_pass_load_numbers(numbers, smem.rows[stage][0], column);
+        const int unseen = row - smem.past[stage] - column;    // queries before the first to see
         mn_wgmma_fence();
         mn_wgmma_abt<128, 128, 64>(g, values, mn_smem_addr(smem.y[stage]));
         mn_wgmma_commit();
         mn_wgmma_wait<1>();
         mn_fence_operand(z);
-        const int unseen = row - smem.past[stage] - column;    // queries before the first to see
         if (unseen > -8) {
 #pragma unroll
             for (int i = 0; i < 32; i++) {
@@ -534,7 +613,7 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         }
 #pragma unroll
         for (int i = 0; i < 32; i += 4) {
-            const float2 a = *(const float2 *)&smem.rows[stage][0][i / 4 * 8 + column];
+            const float2 a = numbers[i / 4];
 #pragma unroll
             for (int j = i; j < i + 4; j++) {
                 z[j] = mn_exp2(fmaf(z[j], scale, j % 2 ? -a.y : -a.x));
@@ -542,6 +621,7 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         }
 #pragma unroll
         for (int i = 0; i < 16; i++) w[i] = mn_bf16x2(z[2 * i], z[2 * i + 1]);
+        mn_single_pass_load_numbers(numbers, smem.rows[stage][1], column);
         if (early_dv) {
             start_dv(stage);
             mn_wgmma_commit();
@@ -552,13 +632,30 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         mn_fence_operand(g);
 #pragma unroll
         for (int i = 0; i < 32; i += 4) {
-            const float2 b = *(const float2 *)&smem.rows[stage][1][i / 4 * 8 + column];
+            const float2 b = numbers[i / 4];
 #pragma unroll
             for (int j = i; j < i + 4; j++) g[j] = z[j] * (g[j] - (j % 2 ? b.y : b.x));
         }
 #pragma unroll
         for (int i = 0; i < 16; i++) dz[i] = mn_bf16x2(g[2 * i], g[2 * i + 1]);
+        mn_fence_operand(dz);
+        if (!early_dv) start_dv(stage);
+        else mn_wgmma_fence();
+        mn_wgmma_ab<64, 128>(dk, dz, mn_smem_addr(smem.x[stage]), true);
+        mn_wgmma_commit();
+    };
+    /* dq of the tile before, and what else of this one's weights is kept: dz, for dq. Those who
+     * multiply by it show it to the products; to wait here for one's own would take as long as half
+     * of them. Sums stand behind a branch, so that ptxas does not put them between products. */
+    const auto start_dq = [&](int n) {
         if (REDO) return;
+        const int stage = n & 1;
+        if (n > before) mn_mbarrier_wait(&smem.dz_full[stage ^ 1], (n - 1) / 2 & 1);
+        mn_fence_proxy_async();
+        mn_wgmma_fence();
+        // of none at first
+        mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[stage ^ 1]));
+        mn_wgmma_commit();
         mn_mbarrier_wait(&smem.dz_empty[stage], (n / 2 & 1) ^ 1);
         if (MN_SINGLE_PASS_STMATRIX) {
             mn_single_pass_store_dz(dz_at + stage * mn_single_pass_smem::tile, dz);
@@ -569,72 +666,84 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
                 *(uint32_t *)(smem.dz[stage] + to) = dz[i];
             }
         }
-        cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
         __syncwarp();
         if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dz_full[stage]);
-    };
-    /* What a tile adds, and dq of the one before. */
-    const auto start_grads = [&](int n) {
-        if (!REDO && n > 0) mn_mbarrier_wait(&smem.dz_full[n & 1 ^ 1], (n - 1) / 2 & 1);
-        mn_fence_operand(dz);
-        if (!early_dv) start_dv(n & 1);
-        else mn_wgmma_fence();
-        mn_wgmma_ab<64, 128>(dk, dz, mn_smem_addr(smem.x[n & 1]), true);
-        // of none at first
-        if (!REDO) mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[n & 1 ^ 1]));
-        mn_wgmma_commit();
-        if (REDO) return;
+        mn_single_pass_note_dominant(smem, w, stage, coord.key, row, column);
         const float2 off = mn_single_pass_sum_rows(dz);
         *(float2 *)&smem.off[n & 3][(half * 4 + thread / 32) * 64 + thread % 32 * 2] = off;
-        mn_single_pass_note_dominant(smem, w, n & 1, row, column);
     };
     const auto end_grads = [&](int n) {
         if (thread % 32 == 0) mn_mbarrier_arrive(&smem.stage_empty[n & 1]);
-        if (REDO || n == 0) return;
+        if (REDO || n == before) return;
         if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dz_empty[n & 1 ^ 1]);
         mn_single_pass_stage_dq(smem, dq, n - 1);
     };
-    const int all = coord.all;
-    if (all > 0) {
-        mn_mbarrier_wait(&smem.kv_full, 0);
-        const int last = all - 1;
+    mn_mbarrier_wait(&smem.kv_full, turn & 1);
+    const int last = before + coord.all - 1;
+    if (last >= before) {
 #pragma unroll 1
-        for (int n = 0; n < all; n++) {
+        for (int n = before; n <= last; n++) {
             /* No product is under way where the loop turns. To say so at its top, too, keeps ptxas
              * from waiting for the scores before dq is stored (C7517). */
             mn_wgmma_wait<0>();
             mn_fence_operand(dq), mn_fence_operand(dk), mn_fence_operand(dv);
             start_scores(n);
-            if (n > 0) end_grads(n - 1);
+            if (n > before) end_grads(n - 1);
             softmax_tile(n);
-            start_grads(n);
+            start_dq(n);
             mn_wgmma_wait<0>();
             mn_fence_operand(dq), mn_fence_operand(dk), mn_fence_operand(dv);
         }
         end_grads(last);
         if (!REDO) {
             mn_mbarrier_wait(&smem.dz_full[last & 1], last / 2 & 1);
+            mn_fence_proxy_async();
             mn_wgmma_fence();
             mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[last & 1]));
             mn_wgmma_commit();
             mn_wgmma_wait<0>();
             mn_fence_operand(dq);
-            mn_single_pass_stage_dq(smem, dq, last);
+            if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dz_empty[last & 1]);
         }
     }
     mn_fence_operand(dk), mn_fence_operand(dv);
-    mn_named_barrier_sync(3, 256);    // both groups are done with k
     const int64_t first = coord.t0 + coord.key;
     const int skipped = wild + 1 - coord.seen;
-    mn_bwd_store_tile<128, REDO>(smem.a, dk, p.scale, p.dk, coord.b, first, coord.h, coord.n_keys,
-                                 (int)p.call.K, skipped);
+    /* A group's half of v is its own; dv leaves through it while dq before the last is added. */
     mn_bwd_store_tile<128, REDO>(smem.b, dv, 1.0f, p.dv, coord.b, first, coord.h, coord.n_keys,
                                  (int)p.call.V, skipped);
+    if (!REDO && last >= before) mn_single_pass_stage_dq(smem, dq, last);
+    mn_named_barrier_sync(3, 256);    // both groups are done with k
+    mn_bwd_store_tile<128, REDO>(smem.a, dk, p.scale, p.dk, coord.b, first, coord.h, coord.n_keys,
+                                 (int)p.call.K, skipped);
+}
+
+template <bool has_window, bool REDO>
+__device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const mn_single_pass &k,
+                                               int wild) {
+    int before = 0;
+#pragma unroll 1
+    for (int turn = 0;; turn++) {
+        const mn_single_pass_coord &coord = smem.coord[turn & 1];
+        mn_mbarrier_wait(&smem.coord_full[turn & 1], turn / 2 & 1);
+        if (coord.n_keys == 0) return;
+        mn_single_pass_multiply<has_window, REDO>(smem, k, coord, wild, turn, before);
+        if (REDO) return;
+        before += coord.all;
+        mn_fence_proxy_async();    // the next keys come by TMA
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            mn_mbarrier_arrive(&smem.kv_empty);
+            mn_mbarrier_arrive(&smem.coord_empty[turn & 1]);
+        }
+        __syncwarp();
+    }
 }
 
 #endif
 
-/* A block takes the next 128 keys of a key head j by the ticket.
+/* A block takes tiles of 128 keys of a key head j by the ticket, one after the other: the next tile
+ * is known when the products end, and its loads begin when the last results have left.
  * Loads   k, v (128,K or V) once; then, last queries first, q, do (64,K or V), a and b (64) for
  *         every tile of queries that see the keys, of each query head that shares the key head.
  * Stores  dk, dv (128,K or V) at the end; adds its k'dz (128,64) and sums of dz to `sums` of each
@@ -647,14 +756,16 @@ attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
     mn_single_pass_smem &smem = *(mn_single_pass_smem *)bytes;
     mn_flash_coord redone = {};
     int wild = -1;
-    if (REDO) {
+    mn_pdl_launch_dependents();
+    if (!REDO) mn_pdl_wait();
+    else {
         redone = mn_bwd_redo_coord((int *)bytes, wild, k.f.p.call, k.b);
         if (redone.tile.n_rows == 0) return;
     }
     if (threadIdx.x == 0) {
-        smem.coord = mn_single_pass_coord_of(
-            k, REDO ? redone : mn_single_pass_keys(k, atomicAdd(k.ticket, 1)));
+        smem.coord[0] = REDO ? mn_single_pass_coord_of(k, redone) : mn_single_pass_next(k);
         mn_mbarrier_init(&smem.kv_full, MN_SINGLE_PASS_PRODUCERS);
+        mn_mbarrier_init(&smem.kv_empty, 8);
         mn_mbarrier_init(&smem.dq_empty, 1);
         for (int i = 0; i < 2; i++) {
             mn_mbarrier_init(&smem.stage_full[i], MN_SINGLE_PASS_PRODUCERS);
@@ -662,16 +773,19 @@ attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
             mn_mbarrier_init(&smem.dz_full[i], 8);
             mn_mbarrier_init(&smem.dz_empty[i], 8);
             mn_mbarrier_init(&smem.dq_full[i], 8);
+            mn_mbarrier_init(&smem.coord_full[i], 1);
+            // by loading threads, those that add and warps that multiply
+            mn_mbarrier_init(&smem.coord_empty[i], MN_SINGLE_PASS_PRODUCERS + 2 + 8);
         }
+        mn_mbarrier_arrive(&smem.coord_full[0]);
     }
     __syncthreads();
-    if (smem.coord.n_keys == 0) return;
     if (threadIdx.x < MN_WARPGROUP) {
         mn_setmaxnreg_dec<REDO ? 40 : MN_SINGLE_PASS_LOAD_REGISTERS>();
         const int warp = threadIdx.x / 32;
         if (threadIdx.x < MN_SINGLE_PASS_PRODUCERS) mn_single_pass_producer<REDO>(smem, k, wild);
         else if (!REDO && threadIdx.x % 32 == 0) {
-            mn_single_pass_accumulate_dq<has_window>(smem, k, warp & 1);
+            mn_single_pass_accumulate<has_window>(smem, k, warp & 1);
         }
     } else {
         mn_setmaxnreg_inc<REDO ? 232 : MN_SINGLE_PASS_REGISTERS>();
@@ -682,15 +796,21 @@ attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
 
 /* ---- dq -------------------------------------------------------------------------------------- */
 
-/* Grid: (slots of 64 queries, H). Loads the record of sums, transposes it and stores dq (64,K) in
- * bf16. Where a row has a dominant key, the residual -(sum of dz) is added times that key, stored
- * in k.b for dk, and the flag of the key's tile set. */
+/* Grid: H times slots of 64 queries, the heads of a slot beside each other and the last slots
+ * first, whose sums the second cache still has. Loads the record of sums, transposes it and stores
+ * dq (64,K) in bf16. Where a row has a dominant key, the residual -(sum of dz) is added times that
+ * key, stored in k.b for dk, and the flag of the key's tile set. */
 __global__ static void __launch_bounds__(256)
     attention_bwd_dq_postprocess_kernel(const __grid_constant__ mn_single_pass k) {
     __shared__ __align__(16) float smem[MN_SINGLE_PASS_STEP][MN_SINGLE_PASS_PITCH];
     const mn_attn_params &p = k.f.p;
     const mn_call &c = p.call;
-    const int64_t slot = blockIdx.x, h = blockIdx.y, j = h / (c.H / c.J);
+    const uint32_t turn = blockIdx.x / (uint32_t)c.H;
+    const int64_t h = blockIdx.x - turn * (uint32_t)c.H;
+    const int64_t slot = gridDim.x / (uint32_t)c.H - 1 - turn;
+    const int64_t j = mn_single_pass_quotient(h, mn_single_pass_quotient(c.H, c.J));
+    mn_pdl_launch_dependents();
+    mn_pdl_wait();
     const mn_tile_span tile = mn_tile_at(c, MN_SINGLE_PASS_STEP, slot);
     if (tile.n_rows == 0) return;
     const float *sums = k.sums + (slot * c.H + h) * MN_SINGLE_PASS_CHUNK;
@@ -829,6 +949,7 @@ attention_bwd_dk_correction_kernel(const __grid_constant__ mn_single_pass k) {
     mn_call keys = p.call;
     keys.T = keys.L;
     const int64_t j = blockIdx.y, H = p.call.H, heads = H / keys.J;
+    mn_pdl_wait();
     if (!k.flags[blockIdx.x * keys.J + j]) return;
     const mn_tile_span tile = mn_tile_at(keys, MN_SINGLE_PASS_KEYS, blockIdx.x);
     const int64_t b = tile.span.b, t0 = tile.span.t0, K = keys.K;
@@ -916,6 +1037,7 @@ inline mn_single_pass mn_single_pass_of(const mn_attn_params &p,
     k.ticket = k.flags + layout.n_flags;
     k.sums = shared + layout.sums;
     k.n_semaphores = layout.n_semaphores, k.n_flags = layout.n_flags;
+    k.n_tiles = (int)*blocks;
     keys.H = c.J;
     k.by_tma = MN_SINGLE_PASS_TMA && mn_tma_map(&k.q, p.q, c, c.K, MN_SINGLE_PASS_STEP) &&
                mn_tma_map(&k.d_o, p.d_o, c, c.V, MN_SINGLE_PASS_STEP) &&
@@ -930,7 +1052,9 @@ inline int mn_single_pass_bwd(const mn_attn_params &p, float *shared, cudaStream
     int64_t blocks;
     if (!mn_single_pass_layout_of(&layout, c)) return cudaErrorInvalidValue;
     const mn_single_pass k = mn_single_pass_of(p, layout, shared, &blocks);
-    if (c.H > 65535 || blocks > INT32_MAX) return cudaErrorNotSupported;
+    if (c.J > 65535 || blocks > INT32_MAX || layout.n_semaphores > INT32_MAX) {
+        return cudaErrorNotSupported;
+    }
     const int64_t groups = mn_ceil_div(c.B * c.T, (int64_t)MN_SINGLE_PASS_ROW_TOKENS) * c.H;
     const int64_t row_blocks = mn_ceil_div(groups * MN_SINGLE_PASS_ROW_GROUP,
                                            (int64_t)MN_SINGLE_PASS_ROW_THREADS);
@@ -943,21 +1067,25 @@ inline int mn_single_pass_bwd(const mn_attn_params &p, float *shared, cudaStream
     const auto redo = p.window ? attention_bwd_single_pass_kernel<true, true>
                                : attention_bwd_single_pass_kernel<false, true>;
     const int64_t redone = mn_n_spans(c) * c.J * 2;
-    int code = mn_launch_smem(kernel, dim3((unsigned)blocks), MN_FLASH_THREADS,
-                              sizeof(mn_single_pass_smem), stream, k);
+    /* Each launch begins while the one before ends, and waits for it (prim/pdl.cuh). */
+    const int64_t begun = mn_min(blocks, (int64_t)mn_device_props_current().processors);
+    int code = mn_launch_smem_behind(true, kernel, dim3((unsigned)begun), MN_FLASH_THREADS,
+                                     sizeof(mn_single_pass_smem), stream, k);
     if (code == cudaSuccess && redoes_gradients && redone <= INT32_MAX) {
         code = mn_launch_smem_behind(true, redo, dim3((unsigned)redone), MN_FLASH_THREADS,
                                      sizeof(mn_single_pass_smem), stream, k);
     }
     if (code != cudaSuccess) return code;
-    const dim3 queries((unsigned)(layout.n_semaphores / c.H), (unsigned)c.H);
-    if (layout.n_semaphores > 0) attention_bwd_dq_postprocess_kernel<<<queries, 256, 0,
-        stream>>>(k);
-    const dim3 tiles((unsigned)(layout.n_flags / c.J), (unsigned)c.J);
+    if (layout.n_semaphores > 0) {
+        code = mn_launch_pdl(attention_bwd_dq_postprocess_kernel,
+                             dim3((unsigned)layout.n_semaphores), 256, 0, stream, k);
+    }
+    if (code != cudaSuccess) return code;
     if (!p.dk.data) return mn_launch_status();
-    return mn_launch_smem(attention_bwd_dk_correction_kernel, tiles, 128,
-                          MN_SINGLE_PASS_KEYS * 128 * sizeof(float),
-                               stream, k);
+    return mn_launch_smem_behind(true, attention_bwd_dk_correction_kernel,
+                                 dim3((unsigned)(layout.n_flags / c.J), (unsigned)c.J),
+                                 MN_SINGLE_PASS_SEARCH_THREADS,
+                                 MN_SINGLE_PASS_KEYS * 128 * sizeof(float), stream, k);
 }
 
 }    // namespace mneme::attention

@@ -8,6 +8,7 @@
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_MMA_SM80_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_MMA_SM80_CUH
 
+#include "kernels/cuda/attention/attention_mma.cuh"
 #include "kernels/cuda/attention/attention_tiles.cuh"
 #include "kernels/cuda/prim/device_props.h"
 
@@ -58,26 +59,6 @@ __device__ inline void mn_flash80_load_tile(uint32_t to, const mn_bf16 *from, in
 }
 
 /* ---- products -------------------------------------------------------------------------------- */
-
-/* Four matrices of 8 x 8, of which each lane gives a row; TRANS exchanges their axes. */
-template <bool TRANS>
-__device__ inline void mn_ldmatrix_x4(uint32_t (&r)[4], uint32_t at) {
-    if (TRANS) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-    } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-    }
-}
-
-/* d[0..3] += a b for 16 rows and 8 columns over a depth of 16 */
-__device__ inline void mn_mma_m16n8k16(float *d, const uint32_t *a, uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
-                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 /* 16 rows from `row0` on of a tile of ROWS rows, 16 columns from k on, as a left operand. */
 template <int ROWS>

@@ -4,14 +4,15 @@
  * to cancel, and other floats on their side go in whole: as the sum of two of bf16, what rounding
  * leaves of the first being the second. Sums are float.
  *
- * A block of 256 threads makes 64 x 128 sums, in steps of a depth of 32: while the tensor cores
+ * A block of 256 threads makes 64 x 128 sums (64 x 64 where blocks are few), in steps of a depth of 32: while the tensor cores
  * work on one step in shared memory, the next is being put beside it and two more are on their way
  * from memory to registers. Tiles that see many keys start first. */
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_COL_TILE_MMA_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_COL_TILE_MMA_CUH
 
+#include "kernels/cuda/attention/attention_mma.cuh"
+#include "kernels/cuda/prim/device_props.h"
 #include "kernels/cuda/prim/first_wild.cuh"
-#include <mma.h>
 #include <type_traits>
 
 namespace mneme::attention {
@@ -101,7 +102,7 @@ struct mn_attn_operand {
     int64_t head0, group;
 
     __device__ const T *row(int64_t b, int64_t t, int64_t h) const {
-        return mn_row<T>(view, b, t, head0 + h / group);
+        return mn_row<T>(view, b, t, head0 + (group == 1 ? h : h / group));
     }
 };
 
@@ -419,10 +420,10 @@ inline void mn_rope_rows(const mn_rope_params &p, const mn_out &y, const mn_in &
 }
 
 enum {
-    MN_WMMA_TILE_M = 64,       // of a block's sums
-    MN_WMMA_TILE_N = 128,
-    MN_WMMA_TILE_K = 32,
-    MN_WMMA_ACC_PITCH = 132,      // floats of a row of sums in shared memory
+    MN_STRIP_TILE_M = 64,       // of a block's sums
+    MN_STRIP_TILE_N = 128,      // or half of it
+    MN_STRIP_TILE_K = 32,
+    MN_STRIP_ACC_PITCH = 132,      // floats of a row of sums in shared memory
 };
 
 /* Eight neighbours on their way: as they are in memory, zeros where there are none. */
@@ -488,91 +489,101 @@ struct mn_tile_prefetch {
 
 /* How a block's two tiles in shared memory lie: a is (rows, depth) or, transposed, (depth, rows); b
  * is (columns, depth) or, turned, (depth, columns). */
-template <typename TA, typename TB, bool a_trans, bool b_trans>
+template <typename TA, typename TB, bool a_trans, bool b_trans, int N>
 struct mn_tile_operands {
-    using A = mn_tile_prefetch<TA, a_trans ? MN_WMMA_TILE_K : MN_WMMA_TILE_M,
-                       a_trans ? MN_WMMA_TILE_M : MN_WMMA_TILE_K>;
-    using B = mn_tile_prefetch<TB, b_trans ? MN_WMMA_TILE_K : MN_WMMA_TILE_N,
-                       b_trans ? MN_WMMA_TILE_N : MN_WMMA_TILE_K>;
+    using A = mn_tile_prefetch<TA, a_trans ? MN_STRIP_TILE_K : MN_STRIP_TILE_M,
+                       a_trans ? MN_STRIP_TILE_M : MN_STRIP_TILE_K>;
+    using B = mn_tile_prefetch<TB, b_trans ? MN_STRIP_TILE_K : N, b_trans ? N : MN_STRIP_TILE_K>;
 };
 
-enum { MN_WMMA_A_NUMEL = 64 * 40, MN_WMMA_B_NUMEL = 128 * 40 };    // the largest of them, in bf16
+enum { MN_STRIP_A_NUMEL = 64 * 40, MN_STRIP_B_NUMEL = 128 * 40 };    // the largest of them, in bf16
 
-union mn_wmma_smem {
-    mn_bf16 tile_stages[2][2 * MN_WMMA_A_NUMEL + MN_WMMA_B_NUMEL];
-    float acc[MN_WMMA_TILE_M * MN_WMMA_ACC_PITCH];
+union mn_strip_smem {
+    mn_bf16 tile_stages[2][2 * MN_STRIP_A_NUMEL + MN_STRIP_B_NUMEL];
+    float acc[MN_STRIP_TILE_M * MN_STRIP_ACC_PITCH];
 };
 
-/* The sums of a block: each of eight warps has 32 x 32. */
-struct mn_wmma_acc {
-    nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> at[2][2];
+/* The sums of a block, N columns: each of eight warps has 32 rows by N / 4 columns, in blocks of 16
+ * by eight. */
+template <int N>
+struct mn_strip_acc {
+    static constexpr int columns = N / 4, blocks = columns / 8;
+    float at[2][blocks][4];
 
     __device__ void clear() {
 #pragma unroll
-        for (int i = 0; i < 4; i++) nvcuda::wmma::fill_fragment(at[i / 2][i % 2], 0.0f);
+        for (int i = 0; i < 8 * blocks; i++) at[i % 2][i / 8][i / 2 % 4] = 0.0f;
     }
 
-    template <bool a_trans, bool b_trans>
-    __device__ void mma(const mn_bf16 *a, const mn_bf16 *low, const mn_bf16 *b) {
-        using namespace nvcuda::wmma;
-        using kind = mn_tile_operands<float, float, a_trans, b_trans>;
-        using a_order = typename std::conditional<a_trans, col_major, row_major>::type;
-        using b_order = typename std::conditional<b_trans, row_major, col_major>::type;
+    /* A step's products, of tiles in shared memory; `low` counts if `in_two`. Lane l gives row
+     * l % 8 of matrix l / 8 of the four that one instruction reads. */
+    template <bool a_trans, bool b_trans, bool in_two>
+    __device__ void mma(uint32_t a, uint32_t low, uint32_t b) {
+        using kind = mn_tile_operands<float, float, a_trans, b_trans, N>;
         constexpr int lda = kind::A::pitch, ldb = kind::B::pitch;
-        const int warp = threadIdx.x / 32, row = warp % 2 * 32, column = warp / 2 * 32;
+        const int warp = threadIdx.x / 32, row = warp % 2 * 32, column = warp / 2 * columns;
+        const int lane = threadIdx.x % 32, in = lane % 8;
+        const int odd = lane / 8 % 2 * 8, far = lane / 16 * 8;
+        const int from_a = a_trans ? (in + far) * lda + row + odd : (row + in + odd) * lda + far;
+        const int from_b = b_trans ? (in + odd) * ldb + column + far
+                                   : (column + in + far) * ldb + odd;
 #pragma unroll
-        for (int k = 0; k < MN_WMMA_TILE_K; k += 16) {
-            fragment<matrix_b, 16, 16, 16, mn_bf16, b_order> from_b[2];
+        for (int k = 0; k < MN_STRIP_TILE_K; k += 16) {
+            uint32_t right[blocks / 2][4];
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int c = column + i * 16;
-                load_matrix_sync(from_b[i], b + (b_trans ? k * ldb + c : c * ldb + k), ldb);
+            for (int i = 0; i < blocks / 2; i++) {
+                const int to = b_trans ? k * ldb + i * 16 : i * 16 * ldb + k;
+                mn_ldmatrix_x4<b_trans>(right[i], b + (from_b + to) * 2);
             }
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const mn_bf16 *half = i / 2 ? low : a;
-                if (!half) break;
-                fragment<matrix_a, 16, 16, 16, mn_bf16, a_order> from_a;
-                const int r = row + i % 2 * 16;
-                load_matrix_sync(from_a, half + (a_trans ? k * lda + r : r * lda + k), lda);
-                mma_sync(at[i % 2][0], from_a, from_b[0], at[i % 2][0]);
-                mma_sync(at[i % 2][1], from_a, from_b[1], at[i % 2][1]);
+            for (int i = 0; i < (in_two ? 4 : 2); i++) {
+                uint32_t left[4];
+                const int to = a_trans ? k * lda + i % 2 * 16 : i % 2 * 16 * lda + k;
+                mn_ldmatrix_x4<a_trans>(left, (i / 2 ? low : a) + (from_a + to) * 2);
+#pragma unroll
+                for (int n = 0; n < blocks; n++) {
+                    mn_mma_m16n8k16(at[i % 2][n], left, right[n / 2][n % 2 * 2],
+                                    right[n / 2][n % 2 * 2 + 1]);
+                }
             }
+        }
+    }
+
+    /* use(two neighbours of a row, where they are in shared memory) */
+    template <typename F>
+    __device__ static void for_each(F use) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int row = warp % 2 * 32 + lane / 4, column = warp / 2 * columns + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 4 * blocks; i++) {
+            const int r = row + i / 2 % 2 * 16 + i % 2 * 8, c = column + i / 4 * 8;
+            use(i / 2 % 2, i / 4, i % 2 * 2, r * MN_STRIP_ACC_PITCH + c);
         }
     }
 
     __device__ void load(const float *smem) {
-        const int warp = threadIdx.x / 32, row = warp % 2 * 32, column = warp / 2 * 32;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            nvcuda::wmma::load_matrix_sync(
-                at[i / 2][i % 2], smem + (row + i / 2 * 16) * MN_WMMA_ACC_PITCH + column + i % 2
-                    * 16,
-                MN_WMMA_ACC_PITCH, nvcuda::wmma::mem_row_major);
-        }
+        for_each([&](int i, int n, int e, int from) {
+            const float2 x = *(const float2 *)(smem + from);
+            at[i][n][e] = x.x, at[i][n][e + 1] = x.y;
+        });
     }
 
     __device__ void store(float *smem) const {
-        const int warp = threadIdx.x / 32, row = warp % 2 * 32, column = warp / 2 * 32;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            nvcuda::wmma::store_matrix_sync(
-                smem + (row + i / 2 * 16) * MN_WMMA_ACC_PITCH + column + i % 2 * 16,
-                    at[i / 2][i % 2],
-                MN_WMMA_ACC_PITCH, nvcuda::wmma::mem_row_major);
-        }
+        for_each([&](int i, int n, int e, int to) {
+            *(float2 *)(smem + to) = make_float2(at[i][n][e], at[i][n][e + 1]);
+        });
     }
 };
 
 /* sums += a b over `depth`, floats of a `whole` or rounded; a_at and b_at(row, column of the smem
  * tile, start of the step). */
-template <typename TA, typename TB, bool whole, bool a_trans, bool b_trans, typename FA,
+template <typename TA, typename TB, bool whole, bool a_trans, bool b_trans, int N, typename FA,
           typename FB>
-__device__ inline void mn_smem_tile_mma(mn_wmma_acc &acc, mn_wmma_smem &smem,
+__device__ inline void mn_smem_tile_mma(mn_strip_acc<N> &acc, mn_strip_smem &smem,
                                             int64_t depth,
                                         FA a_at, FB b_at) {
     constexpr int stages = 2;
-    using kind = mn_tile_operands<TA, TB, a_trans, b_trans>;
+    using kind = mn_tile_operands<TA, TB, a_trans, b_trans, N>;
     typename kind::A a[stages];
     typename kind::B b[stages];
     const auto load_gmem = [&](int i, int64_t k0) {
@@ -581,21 +592,24 @@ __device__ inline void mn_smem_tile_mma(mn_wmma_acc &acc, mn_wmma_smem &smem,
     };
 #pragma unroll
     for (int i = 0; i < stages; i++) {
-        if (i * MN_WMMA_TILE_K < depth) load_gmem(i, i * MN_WMMA_TILE_K);
+        if (i * MN_STRIP_TILE_K < depth) load_gmem(i, i * MN_STRIP_TILE_K);
     }
     __syncthreads();
-    for (int64_t first = 0; first < depth; first += stages * MN_WMMA_TILE_K) {
+    constexpr bool in_two = whole && sizeof(TA) == 4;
+    for (int64_t first = 0; first < depth; first += stages * MN_STRIP_TILE_K) {
 #pragma unroll
         for (int i = 0; i < stages; i++) {
-            const int64_t k0 = first + i * MN_WMMA_TILE_K;
+            const int64_t k0 = first + i * MN_STRIP_TILE_K;
             if (k0 >= depth) break;
-            mn_bf16 *smem_a = smem.tile_stages[i], *smem_b = smem_a + 2 * MN_WMMA_A_NUMEL;
-            mn_bf16 *low = whole && sizeof(TA) == 4 ? smem_a + MN_WMMA_A_NUMEL : nullptr;
-            a[i].store(smem_a, low);
+            mn_bf16 *smem_a = smem.tile_stages[i], *smem_b = smem_a + 2 * MN_STRIP_A_NUMEL;
+            mn_bf16 *low = smem_a + MN_STRIP_A_NUMEL;
+            const uint32_t at = (uint32_t)__cvta_generic_to_shared(smem_a);
+            a[i].store(smem_a, in_two ? low : nullptr);
             b[i].store(smem_b, nullptr);
             __syncthreads();
-            if (k0 + stages * MN_WMMA_TILE_K < depth) load_gmem(i, k0 + stages * MN_WMMA_TILE_K);
-            acc.template mma<a_trans, b_trans>(smem_a, low, smem_b);
+            if (k0 + stages * MN_STRIP_TILE_K < depth) load_gmem(i, k0 + stages * MN_STRIP_TILE_K);
+            acc.template mma<a_trans, b_trans, in_two>(at, at + MN_STRIP_A_NUMEL * 2,
+                                                       at + MN_STRIP_A_NUMEL * 4);
         }
     }
     __syncthreads();
@@ -603,40 +617,42 @@ __device__ inline void mn_smem_tile_mma(mn_wmma_acc &acc, mn_wmma_smem &smem,
 
 template <typename TA>
 __global__ void __launch_bounds__(MN_Q_BLOCK_THREADS, 2)
-attention_scores_wmma_kernel(const __grid_constant__ mn_q_block s, float *w, mn_attn_operand<TA> a,
+attention_scores_mma_kernel(const __grid_constant__ mn_q_block s, float *w, mn_attn_operand<TA> a,
                        mn_attn_operand<mn_bf16> b, int64_t width, float scale) {
-    __shared__ __align__(128) mn_wmma_smem smem;
+    __shared__ __align__(128) mn_strip_smem smem;
     const int64_t which = s.n_tiles - 1 - blockIdx.z;
     const mn_tile_span tile = mn_tile_at(s.call, MN_Q_BLOCK_ROWS, s.first + which);
-    const int64_t h = blockIdx.y, key0 = (int64_t)blockIdx.x * MN_WMMA_TILE_N;
+    const int64_t h = blockIdx.y, key0 = (int64_t)blockIdx.x * MN_STRIP_TILE_N;
     const int64_t start = tile.span.t0, seen = mn_keys_before(s.call) + tile.first;
     const int64_t n_keys = seen + tile.n_rows;
     if (tile.n_rows == 0 || key0 >= n_keys) return;
-    if (key0 + MN_WMMA_TILE_N <= mn_window_first(seen + 1, s.window)) return;
-    mn_wmma_acc acc;
+    if (key0 + MN_STRIP_TILE_N <= mn_window_first(seen + 1, s.window)) return;
+    const TA *a0 = a.row(tile.span.b, start + tile.first, h);
+    const mn_bf16 *b0 = b.row(tile.span.b, start + key0, h);
+    mn_strip_acc<MN_STRIP_TILE_N> acc;
     acc.clear();
     mn_smem_tile_mma<TA, mn_bf16, true, false, false>(
         acc, smem, width,
         [&](int row, int column, int64_t k) {
             const TA *none = nullptr;
-            const bool inside = row < tile.n_rows && k + column < width && a.view.data;
-            return inside ? a.row(tile.span.b, start + tile.first + row, h) + k + column : none;
+            const bool inside = row < tile.n_rows && k + column < width && a0;
+            return inside ? a0 + row * a.view.stride[1] + k + column : none;
         },
         [&](int row, int column, int64_t k) {
             const mn_bf16 *none = nullptr;
             const bool inside = key0 + row < n_keys && k + column < width;
-            return inside ? b.row(tile.span.b, start + key0 + row, h) + k + column : none;
+            return inside ? b0 + row * b.view.stride[1] + k + column : none;
         });
     acc.store(smem.acc);
     __syncthreads();
-    const int64_t columns = min((int64_t)MN_WMMA_TILE_N, s.row - key0);
-    for (int i = threadIdx.x; i < MN_WMMA_TILE_M * MN_WMMA_TILE_N / 4;
+    const int64_t columns = min((int64_t)MN_STRIP_TILE_N, s.row - key0);
+    for (int i = threadIdx.x; i < MN_STRIP_TILE_M * MN_STRIP_TILE_N / 4;
          i += MN_Q_BLOCK_THREADS) {
-        const int r = i / (MN_WMMA_TILE_N / 4), c = i % (MN_WMMA_TILE_N / 4) * 4;
+        const int r = i / (MN_STRIP_TILE_N / 4), c = i % (MN_STRIP_TILE_N / 4) * 4;
         if (r >= tile.n_rows || c >= columns) continue;
         const int64_t left = seen + r + 1 - key0 - c;
         const int64_t out = mn_window_first(seen + r + 1, s.window) - key0 - c;
-        const float *sum = smem.acc + r * MN_WMMA_ACC_PITCH + c;
+        const float *sum = smem.acc + r * MN_STRIP_ACC_PITCH + c;
         float4 z;
         z.x = left > 0 && out <= 0 ? scale * sum[0] : 0.0f;
         z.y = left > 1 && out <= 1 ? scale * sum[1] : 0.0f;
@@ -654,7 +670,7 @@ __device__ inline int mn_strip_cut(const mn_q_block &s, const mn_tile_span &tile
                                    int64_t head, const mn_attn_operand<mn_bf16> &x, int64_t h,
                                    int64_t j0, int64_t width) {
     const int64_t t = tile.span.t0 + tile.first, step = s.window ? s.window : tile.n_rows;
-    const int64_t columns = min((int64_t)MN_WMMA_TILE_N, width - j0);
+    const int64_t columns = min((int64_t)MN_STRIP_TILE_N, width - j0);
     bool wild = false;
     for (int64_t r = tile.n_rows - 1; r >= 0; r -= step) {
         const TY *row = mn_row<TY>(y, tile.span.b, t + r, head) + j0;
@@ -667,45 +683,45 @@ __device__ inline int mn_strip_cut(const mn_q_block &s, const mn_tile_span &tile
     });
 }
 
-template <typename TY, bool whole>
+/* A block has N columns. */
+template <typename TY, bool whole, int N>
 __global__ void __launch_bounds__(MN_Q_BLOCK_THREADS, 2)
-attention_pv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t head0,
+attention_pv_mma_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t head0,
                          const float *w,
                      mn_attn_operand<mn_bf16> x, int64_t width, float scale) {
-    __shared__ __align__(128) mn_wmma_smem smem;
+    __shared__ __align__(128) mn_strip_smem smem;
     const int64_t which = s.n_tiles - 1 - blockIdx.z;
     mn_tile_span tile = mn_tile_at(s.call, MN_Q_BLOCK_ROWS, s.first + which);
-    const int64_t h = blockIdx.y, j0 = (int64_t)blockIdx.x * MN_WMMA_TILE_N;
+    const int64_t h = blockIdx.y, j0 = (int64_t)blockIdx.x * N;
     if (tile.n_rows > 0 && !whole && s.redo) {
-        tile.n_rows = mn_strip_cut<TY>(s, tile, y, head0 + h, x, h, j0, width);
+        tile.n_rows = mn_strip_cut<TY>(s, tile, y, head0 + h, x, h, j0, min(width, j0 + N));
     }
     const int64_t start = tile.span.t0, seen = mn_keys_before(s.call) + tile.first;
     const int64_t n_keys = seen + tile.n_rows, key0 = mn_window_tile(s, seen + 1);
     if (tile.n_rows == 0) return;
-    mn_wmma_acc acc;
+    const float *w0 = w + mn_q_block_offset(s, which, h, 0) + key0;
+    const mn_bf16 *x0 = x.row(tile.span.b, start + key0, h) + j0;
+    mn_strip_acc<N> acc;
     acc.clear();
     mn_smem_tile_mma<float, mn_bf16, whole, false, true>(
         acc, smem, n_keys - key0,
         [&](int row, int column, int64_t k) {
             const float *none = nullptr;    // what lies beyond the keys of a row is 0
-            k += key0;
-            const bool inside = row < tile.n_rows && k + column < s.row;
-            return inside ? w + mn_q_block_offset(s, which, h, row) + k + column : none;
+            const bool inside = row < tile.n_rows && key0 + k + column < s.row;
+            return inside ? w0 + row * s.row + k + column : none;
         },
         [&](int row, int column, int64_t k) {
             const mn_bf16 *none = nullptr;
-            k += key0;
-            const bool inside = k + row < n_keys && j0 + column < width;
-            return inside ? x.row(tile.span.b, start + k + row, h) + j0 + column : none;
+            const bool inside = key0 + k + row < n_keys && j0 + column < width;
+            return inside ? x0 + (k + row) * x.view.stride[1] + column : none;
         });
     acc.store(smem.acc);
     __syncthreads();
-    for (int i = threadIdx.x; i < MN_WMMA_TILE_M * MN_WMMA_TILE_N;
-         i += MN_Q_BLOCK_THREADS) {
-        const int r = i / MN_WMMA_TILE_N, c = i % MN_WMMA_TILE_N;
+    for (int i = threadIdx.x; i < MN_STRIP_TILE_M * N; i += MN_Q_BLOCK_THREADS) {
+        const int r = i / N, c = i % N;
         if (r >= tile.n_rows || j0 + c >= width) continue;
         mn_put(mn_row<TY>(y, tile.span.b, start + tile.first + r, head0 + h) + j0 + c,
-               scale * smem.acc[r * MN_WMMA_ACC_PITCH + c]);
+               scale * smem.acc[r * MN_STRIP_ACC_PITCH + c]);
     }
 }
 
@@ -720,7 +736,7 @@ __device__ inline int64_t mn_strip_wild_query(const mn_tile_span &tile, const fl
                                               const mn_attn_operand<TX> &x, int64_t head0,
                                               int64_t group, int64_t first, int64_t length,
                                               int64_t j0, int64_t width) {
-    const int64_t columns = min((int64_t)MN_WMMA_TILE_N, width - j0);
+    const int64_t columns = min((int64_t)MN_STRIP_TILE_N, width - j0);
     const int64_t from = max(first / MN_Q_BLOCK_ROWS * MN_Q_BLOCK_ROWS, (int64_t)0);
     const int64_t end = min(first + tile.n_rows - 1, length);    // those that see all of them
     __shared__ int found;
@@ -741,14 +757,14 @@ __device__ inline int64_t mn_strip_wild_query(const mn_tile_span &tile, const fl
  * that the wild query does not see, where the strip has the first queries that see the tile. */
 template <typename TX, bool whole>
 __global__ void __launch_bounds__(MN_Q_BLOCK_THREADS, 2)
-attention_grad_kv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out d, int64_t head0,
+attention_grad_kv_mma_kernel(const __grid_constant__ mn_q_block s, mn_out d, int64_t head0,
                            int64_t group,
                        const float *w, mn_attn_operand<TX> x, int64_t width) {
-    __shared__ __align__(128) mn_wmma_smem smem;
+    __shared__ __align__(128) mn_strip_smem smem;
     mn_call keys = s.call;
     keys.T = keys.L;
     const mn_tile_span tile = mn_tile_at(keys, 64, blockIdx.x);
-    const int64_t j0 = (int64_t)blockIdx.y * MN_WMMA_TILE_N, head = blockIdx.z;
+    const int64_t j0 = (int64_t)blockIdx.y * MN_STRIP_TILE_N, head = blockIdx.z;
     const int64_t b = tile.span.b, start = tile.span.t0, before = mn_keys_before(s.call);
     if (tile.n_rows == 0) return;
     int64_t slot, end;
@@ -773,49 +789,50 @@ attention_grad_kv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out d, in
         if (wild < 0) return;
     }
     const int64_t kept = redo ? max(before + wild + 1 - tile.first, (int64_t)0) : 0;
-    mn_wmma_acc acc;
-    for (int i = threadIdx.x; i < MN_WMMA_TILE_M * MN_WMMA_TILE_N;
+    mn_strip_acc<MN_STRIP_TILE_N> acc;
+    for (int i = threadIdx.x; i < MN_STRIP_TILE_M * MN_STRIP_TILE_N;
          i += MN_Q_BLOCK_THREADS) {
-        const int r = i / MN_WMMA_TILE_N, c = i % MN_WMMA_TILE_N;
+        const int r = i / MN_STRIP_TILE_N, c = i % MN_STRIP_TILE_N;
         const bool inside = r < tile.n_rows && j0 + c < width && !redo;
-        smem.acc[r * MN_WMMA_ACC_PITCH + c] =
+        smem.acc[r * MN_STRIP_ACC_PITCH + c] =
             inside ? mn_row<float>(d, b, start + tile.first + r, head0 + head)[j0 + c] : 0.0f;
     }
     __syncthreads();
     acc.load(smem.acc);
     /* One long product over (tile, head of the group, row), so that loads run ahead throughout. */
     const int64_t t_first = (slot - first) * MN_Q_BLOCK_ROWS;
-    const auto token_of = [&](int64_t k, int64_t *t, int64_t *h) {
-        const int tile_index = (int)(k / MN_Q_BLOCK_ROWS), of = (int)group;
-        *h = head * group + tile_index % of;
-        *t = t_first + tile_index / of * MN_Q_BLOCK_ROWS + k % MN_Q_BLOCK_ROWS;
+    const int of = (int)group, tile0 = (int)(slot - s.first);
+    const auto place_of = [&](int64_t k, int64_t *row, int64_t *h) {
+        const int at = (int)(k / MN_Q_BLOCK_ROWS), in_group = of == 1 ? 0 : at % of;
+        *h = head * group + in_group;
+        *row = k % MN_Q_BLOCK_ROWS;
+        return of == 1 ? at : at / of;
     };
     mn_smem_tile_mma<float, TX, whole, true, true>(
         acc, smem, (end - slot) * group * MN_Q_BLOCK_ROWS,
         [&](int row, int column, int64_t k) {
             const float *none = nullptr;
-            int64_t t, h;
-            token_of(k + row, &t, &h);
-            const int64_t i = slot - s.first + (t - t_first) / MN_Q_BLOCK_ROWS;
-            const float *at = w + mn_q_block_offset(s, i, h, t % MN_Q_BLOCK_ROWS) + tile.first
-                + column;
-            return t < length ? at : none;
+            int64_t r, h;
+            const int i = place_of(k, &r, &h);
+            const float *at = w + mn_q_block_offset(s, tile0 + i, h, r + row) + tile.first + column;
+            return t_first + i * MN_Q_BLOCK_ROWS + r + row < length ? at : none;
         },
         [&](int row, int column, int64_t k) {
             const TX *none = nullptr;
-            int64_t t, h;
-            token_of(k + row, &t, &h);
+            int64_t r, h;
+            const int i = place_of(k, &r, &h);
+            const int64_t t = t_first + i * MN_Q_BLOCK_ROWS + r + row;
             const bool inside = t > wild && t < length && j0 + column < width && x.view.data;
             return inside ? x.row(b, start + t, h) + j0 + column : none;
         });
     acc.store(smem.acc);
     __syncthreads();
-    for (int i = threadIdx.x; i < MN_WMMA_TILE_M * MN_WMMA_TILE_N;
+    for (int i = threadIdx.x; i < MN_STRIP_TILE_M * MN_STRIP_TILE_N;
          i += MN_Q_BLOCK_THREADS) {
-        const int r = i / MN_WMMA_TILE_N, c = i % MN_WMMA_TILE_N;
+        const int r = i / MN_STRIP_TILE_N, c = i % MN_STRIP_TILE_N;
         if (r < kept || r >= tile.n_rows || j0 + c >= width) continue;
         mn_row<float>(d, b, start + tile.first + r, head0 + head)[j0 + c] =
-            smem.acc[r * MN_WMMA_ACC_PITCH + c];
+            smem.acc[r * MN_STRIP_ACC_PITCH + c];
     }
 }
 
@@ -840,9 +857,9 @@ inline void mn_attn_scores(const mn_q_block &s, float *w, mn_attn_operand<TA> a,
                            int64_t width, float scale, cudaStream_t stream) {
     if constexpr (mn_is_bf16<TB>()) {
         if (mn_operand_vec_aligned(a, width) && mn_operand_vec_aligned(b, width)) {
-            const dim3 blocks((unsigned)mn_ceil_div(s.row, MN_WMMA_TILE_N), (unsigned)s.heads,
+            const dim3 blocks((unsigned)mn_ceil_div(s.row, MN_STRIP_TILE_N), (unsigned)s.heads,
                               (unsigned)s.n_tiles);
-            attention_scores_wmma_kernel<TA><<<blocks, MN_Q_BLOCK_THREADS, 0,
+            attention_scores_mma_kernel<TA><<<blocks, MN_Q_BLOCK_THREADS, 0,
                 stream>>>(s, w, a, b, width,
                                                                                 scale);
             return;
@@ -858,15 +875,19 @@ inline void mn_attn_pv(const mn_q_block &s, const mn_out &y, int64_t head0, cons
     if (!y.data) return;
     if constexpr (mn_is_bf16<TX>()) {
         if (mn_operand_vec_aligned(x, width)) {
-            const dim3 blocks((unsigned)mn_ceil_div(width, MN_WMMA_TILE_N), (unsigned)s.heads,
+            /* Fewer columns for a block where there is less than one for each processor's two. */
+            constexpr int n = MN_STRIP_TILE_N, half = n / 2;
+            const int64_t most = mn_ceil_div(width, n) * s.heads * s.n_tiles;
+            const bool narrow = most < 2 * mn_device_props_current().processors;
+            const auto kernel = narrow ? attention_pv_mma_kernel<TY, whole, half>
+                                       : attention_pv_mma_kernel<TY, whole, n>;
+            const dim3 blocks((unsigned)mn_ceil_div(width, narrow ? half : n), (unsigned)s.heads,
                               (unsigned)s.n_tiles);
-            attention_pv_wmma_kernel<TY, whole><<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(
-                s, y, head0, w, x, width, scale);
+            kernel<<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(s, y, head0, w, x, width, scale);
             if (whole) return;
             mn_q_block redo = s;
             redo.redo = true;
-            attention_pv_wmma_kernel<TY, whole><<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(
-                redo, y, head0, w, x, width, scale);
+            kernel<<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(redo, y, head0, w, x, width, scale);
             return;
         }
     }
@@ -884,14 +905,14 @@ inline void mn_attn_grad_kv(const mn_q_block &s, const mn_out &d, int64_t head0,
             mn_call keys = s.call;
             keys.T = keys.L;
             const dim3 blocks((unsigned)mn_tile_slots(keys, 64),
-                              (unsigned)mn_ceil_div(width, MN_WMMA_TILE_N),
+                              (unsigned)mn_ceil_div(width, MN_STRIP_TILE_N),
                               (unsigned)(s.heads / group));
-            attention_grad_kv_wmma_kernel<TX, whole><<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(
+            attention_grad_kv_mma_kernel<TX, whole><<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(
                 s, d, head0, group, w, x, width);
             if (whole || !redoes_strip_gradients) return;
             mn_q_block redo = s;
             redo.redo = true;
-            attention_grad_kv_wmma_kernel<TX, whole><<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(
+            attention_grad_kv_mma_kernel<TX, whole><<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(
                 redo, d, head0, group, w, x, width);
             return;
         }

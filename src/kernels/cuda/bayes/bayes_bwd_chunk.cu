@@ -601,37 +601,40 @@ span_totals_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constan
     }
 }
 
-/* dla and dtheta of a head of a span. */
+/* dla and dtheta of a head of a span: a thread has a channel, `width` threads side by side have all
+ * of a token, and rows of a chunk have what follows it in common. */
 template <typename T>
 __device__ static void decays_of(const mn_bayes_args &p, const span_work &w, int64_t head) {
-    constexpr int AHEAD = 8;    // numbers of a thread that are loaded together
+    constexpr int AHEAD = 16;    // numbers of a thread that are loaded together
     const int64_t H = p.call.H, h = head % H;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
     if (tile.n_rows == 0 || w.steep[tile.n * H + h]) return;
-    const int K = (int)p.call.K, count = (int)tile.n_rows * K;
+    const int K = (int)p.call.K, n_rows = (int)tile.n_rows, width = K > 64 ? 128 : K > 32 ? 64 : 32;
+    const int i = (int)threadIdx.x % width, row = (int)threadIdx.x / width, step = 256 / width;
+    if (i >= K) return;
     const mn_out to[] = { p.grad.la, p.grad.theta };
-    const double *totals = w.totals + head * SPAN_CHUNKS * 2 * K;
-    const float *locals = w.local + head * SPAN_TOKENS * 2 * K;
+    const int64_t when = tile.span.t0 + tile.first;
 #pragma unroll
     for (int which = 0; which < 2; which++) {
-        T *first = mn_row<T>(to[which], tile.span.b, tile.span.t0 + tile.first, h);
-        for (int base = threadIdx.x; first && base < count; base += AHEAD * 256) {
+        T *first = mn_row<T>(to[which], tile.span.b, when, h);
+        const double *totals = w.totals + head * SPAN_CHUNKS * 2 * K + i + which * K;
+        const float *locals = w.local + head * SPAN_TOKENS * 2 * K + i + which * K;
+        for (int base = row; first && base < n_rows; base += AHEAD * step) {
             double behind[AHEAD];
             float local[AHEAD];
+            T raw[AHEAD];
 #pragma unroll
             for (int j = 0; j < AHEAD; j++) {
-                const int at = min(base + 256 * j, count - 1), t = at / K, i = at % K + which * K;
-                behind[j] = totals[t / CHUNK * 2 * K + i], local[j] = locals[t * 2 * K + i];
+                const int t = min(base + step * j, n_rows - 1);
+                behind[j] = totals[t / CHUNK * 2 * K], local[j] = locals[t * 2 * K];
+                raw[j] = mn_row<T>(p.la, tile.span.b, when + t, h)[i];
             }
 #pragma unroll
             for (int j = 0; j < AHEAD; j++) {
-                const int at = base + 256 * j, t = at / K, i = at % K;
-                if (at >= count) break;
+                const int t = base + step * j;
+                if (t >= n_rows) break;
                 double grad = behind[j] + (double)local[j];
-                if constexpr (sizeof(T) == 2) {
-                    const int64_t when = tile.span.t0 + tile.first + t;
-                    if (which == 0) grad *= cut_of<T>(mn_row<T>(p.la, tile.span.b, when, h)[i]);
-                }
+                if (sizeof(T) == 2 && which == 0) grad *= cut_of<T>(raw[j]);
                 mn_put(first + t * to[which].stride[1] + i, (float)grad);
             }
         }

@@ -244,7 +244,8 @@ struct alignas(16) smem {
     double noise[2][MN_SCAN_CHUNK];                  // r2
     uint64_t full[2];                                // barriers: sums, tile of other blocks
     uint64_t arrived[2];                             // keys and the like, queries
-    double queries[8][2 * RP + 2];                   // last: only where they are wanted
+    int length, first;                               // tokens, place of the first chunk
+    alignas(16) double queries[8][2 * RP + 2];       // last: only where they are wanted
 };
 
 /* ---- blocks of a cluster --------------------------------------------------------------------- */
@@ -352,10 +353,13 @@ struct worker {
     double B[2][2][2];                  // of these rows, over half of the columns
     int index, lane, row, own, part;    // own warp; first row, in the block too; half of columns
 
-    __device__ worker(unsigned rank) {
-        index = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-        const int all = (int)rank * of::WORKERS + index;
-        row = all / 2 * 16, own = row - (int)rank * of::OWN, part = all % 2;
+    /* What follows from the thread's number, for each stage anew: kept from one to the next it
+     * would be in local memory, of which L1 holds little beside so much shared memory, and each
+     * look would wait for L2. A shuffle's result is not known to be the same as the last one. */
+    __device__ void sit(unsigned rank) {
+        const unsigned thread = __shfl_sync(0xffffffffu, threadIdx.x, (int)threadIdx.x % 32);
+        index = (int)thread / 32, lane = (int)thread % 32;
+        own = index / 2 * 16, row = (int)rank * of::OWN + own, part = index % 2;
     }
 
     __device__ int column(int b) const { return part * (RP / 2) + 8 * b; }
@@ -755,10 +759,10 @@ __device__ static bool raised(worker<RP, CL> &mine, smem<RP, CL> &m, const ctx &
 
 /* Tokens [s.low, s.high) of the chunk in shared memory, after which `chunks` are done (0: not yet),
  * and the one at `next` (-1: none) asked for. `first`: the first ones behind a P_0 that was handed
- * in. `there`: workers have B; they go on to that of the chunk at `next` unless it is steep, which
- * is what they return. `r2` is the pivot's, of lane's token. */
+ * in. `there`: workers have B; they go on to that of the chunk at `next` unless it is steep. `r2`
+ * is the pivot's, of lane's token. */
 template <bool PIVOT, int RP, int CL>
-__device__ static bool advance(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
+__device__ static void advance(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
                                const mn_state_scan_job &job, double r2, int64_t next, int chunks,
                                bool first, bool there) {
     using of = sizes<RP, CL>;
@@ -772,7 +776,9 @@ __device__ static bool advance(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
             await_full<CL>(&m.full[0], s.turns[0]);
             if (mine.lane == 0) expect<CL>(&m.full[0], of::SUMS_BYTES);
         } else {
+            mine.sit(s.rank);
             mine.read(m, there && !again);
+            mine.sit(s.rank);
             named_barrier<1, of::THREADS>();
             mine.gather(m, s.rank);
             named_barrier<2, of::THREADS>();
@@ -781,7 +787,6 @@ __device__ static bool advance(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
         s.turns[0]++;
         if (!first || again || !raised<PIVOT>(mine, m, s, job)) break;
     }
-    bool ahead = false;
     if (PIVOT) {
         if (first) ask(m, job, next, 1 - s.buffer, s);
         __syncwarp();
@@ -797,19 +802,21 @@ __device__ static bool advance(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
         named_barrier<2, of::THREADS>();
         leave(m, s, job, chunks);
     } else {
+        mine.sit(s.rank);
         if (job.spreads) mine.spread(m);
         mine.move(m.ends[s.buffer], job.step == 2);
+        mine.sit(s.rank);
         named_barrier<1, of::THREADS>();
         mine.solve(m, s, job);
+        mine.sit(s.rank);
         named_barrier<2, of::THREADS>();
         await_full<CL>(&m.full[1], s.turns[1]);
         if (threadIdx.x == 0) expect<CL>(&m.full[1], of::SMEM_TILE_BYTES);
-        ahead = next >= 0 && !mn_state_scan_is_steep(m.keys[0], RP);
+        const bool ahead = next >= 0 && !mn_state_scan_is_steep(m.keys[0], RP);
         if (ahead) mine.template write<true>(m);
         else mine.template write<false>(m);
     }
     s.turns[1]++;
-    return ahead;
 }
 
 /* Parts of qh'Ph qh, by four workers each: 32 rows. */
@@ -833,13 +840,13 @@ __device__ static void state_scan(smem<RP, CL> &m, ctx s, const mn_state_scan_jo
     using of = sizes<RP, CL>;
     const mn_call &call = job.p.call;
     if (job.redo) mn_pdl_wait();
-    const int64_t length = mn_state_scan_length(job, s.n, s.h);
-    const int64_t slot = mn_state_scan_slot(call, s.n);
-    const int64_t chunks = (length + MN_SCAN_CHUNK - 1) / MN_SCAN_CHUNK;
-    worker<RP, CL> mine(s.rank);
-    s.place = slot * call.H + s.h;
+    const int64_t all = mn_state_scan_length(job, s.n, s.h);
+    worker<RP, CL> mine;
+    mine.sit(s.rank);
+    s.place = mn_state_scan_slot(call, s.n) * call.H + s.h;
     if (!PIVOT) mine.load(job, s);
     if (PIVOT && mine.lane == 0) {
+        m.length = (int)all, m.first = (int)s.place;
         mn_state_scan_open(&m.full[0]), mn_state_scan_open(&m.full[1]);
         mn_state_scan_open(&m.arrived[0]), mn_state_scan_open(&m.arrived[1]);
         expect<CL>(&m.full[0], of::SUMS_BYTES), expect<CL>(&m.full[1], of::SMEM_TILE_BYTES);
@@ -847,21 +854,24 @@ __device__ static void state_scan(smem<RP, CL> &m, ctx s, const mn_state_scan_jo
     s.turns[0] = s.turns[1] = 0;
     mn_pdl_wait();
     mn_pdl_launch_dependents();
-    if (PIVOT && chunks > 0) {
+    if (PIVOT && all > 0) {
         mn_state_scan_before_copies();
         ask(m, job, s.place, 0, s), request_queries(m, job, s.place);
         mn_state_scan_await(&m.arrived[0], 0);
     }
     __syncthreads();
     cluster_arrive<CL>(), cluster_wait<CL>();
-    bool there = false;
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        const bool steep = mn_state_scan_is_steep(m.keys[0], RP), last = chunk + 1 == chunks;
-        const int64_t next = last ? -1 : (slot + chunk + 1) * call.H + s.h;
-        const int count = (int)min((int64_t)MN_SCAN_CHUNK, length - chunk * MN_SCAN_CHUNK);
+    for (int chunk = 0;; chunk++) {
+        const volatile int *length = &m.length, *front = &m.first;    // anew, as `sit` says
+        const int left = *length - chunk * MN_SCAN_CHUNK;
+        if (left <= 0) break;
+        const bool steep = mn_state_scan_is_steep(m.keys[0], RP), last = left <= MN_SCAN_CHUNK;
+        s.place = *front + chunk * call.H;
+        const int64_t next = last ? -1 : s.place + call.H;
+        const int count = min((int)MN_SCAN_CHUNK, left);
         const int begin = steep ? mn_state_scan_steep_begin(m.keys[0], RP) : 1;
         const int end = steep ? count : 1;
-        s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
+        s.group = s.place * call.G + s.g;
         s.chunk = (unsigned)chunk, s.buffer = chunk % 2;
         for (int token = begin - 1; token < end; token++) {
             const mn_state_scan_steep_step step = { token, job.step, token < begin };
@@ -876,8 +886,8 @@ __device__ static void state_scan(smem<RP, CL> &m, ctx s, const mn_state_scan_jo
             const bool first = job.p.P0.data && chunk == 0 && s.low == 0 && s.high > 0;
             const bool writes = PIVOT && (!steep || step.has(mine.lane % 16));
             const double r2 = writes ? m.noise[s.buffer][mine.lane % 16] : 1.0;
-            there = advance<PIVOT>(mine, m, s, job, r2, ends ? next : -1,
-                                   ends ? (int)chunk + 1 : 0, first, there);
+            advance<PIVOT>(mine, m, s, job, r2, ends ? next : -1, ends ? chunk + 1 : 0, first,
+                           !steep && chunk > 0);
             if (!PIVOT) put_spread(m, s, job);
         }
     }

@@ -11,7 +11,8 @@
  *
  * Of these the two scans need nothing of each other, and on Hopper run at once. What grad.v has of
  * a chunk is dX of it, which is stored in the workspace where grad.v is not wanted alone. */
-#include "kernels/cuda/delta/delta_grad_channel_sm90.cuh"
+#include "kernels/cuda/delta/delta_grad_channel.cuh"
+#include "kernels/cuda/delta/delta_grad_sm90.cuh"
 #include "kernels/cuda/delta/delta_intra_chunk_channel_sm90.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
 #include "kernels/cuda/delta/delta_redo.cuh"
@@ -31,12 +32,41 @@ namespace mneme::delta {
  * there. Small ones let the next begin at once: each waits for the one in front of it to end, which
  * has done the same. */
 
-/* dv of the rows behind the cut, from dX, and NaN in dX in front of it. Grid: n * H + h. */
+/* Gradients of a group's keys are made again with those of all its heads, which need dX: dv of the
+ * chunks in which sequence n is cut for others of the `times` heads with which h shares keys, and
+ * not for itself, to dX. */
+__device__ inline void mn_redo_others_dX(const mn_delta_params &job, const mn_out &dv,
+                                         int times) {
+    const mn_call &call = job.p.call;
+    const int64_t n = blockIdx.x / call.H, h = blockIdx.x % call.H, first = h - h % times;
+    const mn_span span = mn_span_at(call, n);
+    for (int64_t other = first; other < first + times; other++) {
+        const int chunk = job.cuts[n * call.H + other] / MN_DELTA_CHUNK;
+        if (other == h || job.cuts[n * call.H + other] == 0) continue;
+        if (job.cuts[blockIdx.x] > 0 && job.cuts[blockIdx.x] / MN_DELTA_CHUNK == chunk) continue;
+        const int64_t from = (int64_t)chunk * MN_DELTA_CHUNK;
+        const int64_t record = (mn_delta_first_slot(call, n, MN_DELTA_CHUNK) + chunk) * call.H + h;
+        mn_bf16 *dX = job.workspace.dX + record * job.padded_v * MN_DELTA_CHUNK;
+        for (int64_t k = threadIdx.x; k < job.padded_v * MN_DELTA_CHUNK;
+             k += MN_DELTA_REDO_THREADS) {
+            const int64_t j = k / MN_DELTA_CHUNK, t = from + k % MN_DELTA_CHUNK;
+            if (j < call.V && t < span.length) {
+                dX[k] = mn_row<mn_bf16>(dv, span.b, span.t0 + t, h)[j];
+            } else {
+                mn_put(dX + k, 0.0f);
+            }
+        }
+    }
+}
+
+/* dv of the rows behind the cut, from dX, and NaN in dX in front of it. `times`: heads that share
+ * keys, where Hopper's kernel adds up their gradients, else 0. Grid: n * H + h. */
 __global__ void __launch_bounds__(MN_DELTA_REDO_THREADS)
-delta_redo_values(const __grid_constant__ mn_delta_params job, const mn_out dv) {
+delta_redo_values(const __grid_constant__ mn_delta_params job, const mn_out dv, int times) {
     const mn_call &call = job.p.call;
     mn_pdl_launch_dependents();
     mn_pdl_wait();
+    if (times > 0 && dv.data) mn_redo_others_dX(job, dv, times);
     const int64_t record = mn_delta_record_of(job, blockIdx.x), h = blockIdx.x % call.H;
     if (record < 0) return;
     const int cut = job.cuts[blockIdx.x], from = cut % MN_DELTA_CHUNK, first = cut - from;
@@ -52,10 +82,11 @@ delta_redo_values(const __grid_constant__ mn_delta_params job, const mn_out dv) 
     }
 }
 
-inline int redo_values(const mn_delta_params &job, const mn_out &dv, cudaStream_t stream) {
+inline int redo_values(const mn_delta_params &job, const mn_out &dv, int times,
+                       cudaStream_t stream) {
     return mn_launch_smem_behind(true, delta_redo_values,
                                  dim3((unsigned)mn_delta_grad_blocks(job, 0)),
-                                 MN_DELTA_REDO_THREADS, 0, stream, job, dv);
+                                 MN_DELTA_REDO_THREADS, 0, stream, job, dv, times);
 }
 
 /* Sums over heads that share queries and keys once more, of the chunks that were cut. Grid: n * H +
@@ -431,36 +462,49 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
     return code == cudaSuccess ? back(behind, 0) : code;
 }
 
-/* By Hopper's kernels. */
-template <int KP>
-static int grad_sm90(const mn_delta_params &job, const mn_grad_tma_maps &maps,
-                     const mn_grad_fold &fold, int64_t records, cudaStream_t stream) {
-    if constexpr (KP <= 128) {
-        if (job.p.decay == MN_DECAY_CHANNEL) {
-            return mn_delta_grad_channel_sm90<KP>(job, maps, fold, records, stream);
-        }
-    }
-    return mn_delta_grad_sm90<KP>(job, maps, records, stream);
+/* Numbers of gradients of all value heads' own, and arrivals. */
+static bool size_fold(int64_t *grads, int64_t *arrivals, const mn_delta_args *p) {
+    const mn_call &c = p->call;
+    return mn_mul_i64(grads, c.B * c.T, c.H) && mn_mul_i64(grads, *grads, c.K) &&
+           mn_mul_i64(arrivals, mn_tile_slots(c, MN_DELTA_CHUNK) * c.J,
+                      mn_delta_padded_k(c.K) / 64);
 }
 
-/* dq, de, dw, dbeta and dg; by Hopper's kernels where there are maps for them. */
+/* dq, de, dw and parts of dbeta and dg, where Hopper's kernel does not serve. A redo's sums over
+ * heads that share queries and keys follow it. */
+template <int KT, int KP>
+static int grad_by_threads(const mn_delta_params &job, const mn_grad_fold &fold, int64_t records,
+                           cudaStream_t stream) {
+    const bool channel = job.p.decay == MN_DECAY_CHANNEL;
+    const dim3 blocks((unsigned)mn_delta_grad_blocks(job, records), KP / KT);
+    int64_t grads, arrivals;
+    if (fold.times > 0 && !job.cuts) {
+        if (!size_fold(&grads, &arrivals, &job.p)) return cudaErrorNotSupported;
+        const int code = (int)cudaMemsetAsync(fold.arrived, 0, (size_t)arrivals * sizeof(int),
+                                              stream);
+        if (code != cudaSuccess) return code;
+    }
+    const int code = mn_launch_smem_behind(
+        job.cuts, channel ? delta_grad_channel_kernel<KT, KP, true> : delta_grad_kernel<KT, KP>,
+        blocks, MN_DELTA_GRAD_THREADS,
+        channel ? sizeof(mn_channel_grad_smem<KT>) : sizeof(mn_grad_smem<KT>), stream, job,
+        job.cuts ? mn_grad_fold{} : fold);
+    return code == cudaSuccess && job.cuts ? redo_fold<KP>(job, fold, stream) : code;
+}
+
+/* dq, de, dw, dbeta and dg; by Hopper's kernel where there are maps for it. */
 template <int KT, int KP>
 static int grad(const mn_delta_params &job, const mn_grad_tma_maps *maps, const mn_grad_fold &fold,
                 int64_t records, cudaStream_t stream) {
     const bool channel = job.p.decay == MN_DECAY_CHANNEL;
-    if constexpr (KP <= mn_delta_grad_sm90_keys) {
-        if (maps) {
-            const int n_partials = KP > 128 ? KP / 128 : 0;
-            const int code = grad_sm90<KP>(job, *maps, fold, records, stream);
-            return code == cudaSuccess ? reduce_grads(job, records, n_partials, stream) : code;
-        }
+    int n_partials = channel && KT == KP ? 0 : KP / KT, code = cudaSuccess;
+    if (maps) {
+        n_partials = KP > 128 ? KP / 128 : 0;
+        code = mn_delta_grad_sm90<KP>(mn_delta_grad_of_groups(job, fold), *maps, fold.times > 0,
+                                      records, stream);
+    } else {
+        code = grad_by_threads<KT, KP>(job, fold, records, stream);
     }
-    const dim3 blocks((unsigned)mn_delta_grad_blocks(job, records), KP / KT);
-    const int code = mn_launch_smem_behind(
-        job.cuts, channel ? delta_grad_channel_kernel<KT, KP, true> : delta_grad_kernel<KT, KP>,
-        blocks, MN_DELTA_GRAD_THREADS,
-        channel ? sizeof(mn_channel_grad_smem<KT>) : sizeof(mn_grad_smem<KT>), stream, job, fold);
-    const int n_partials = channel && KT == KP ? 0 : KP / KT;
     return code == cudaSuccess ? reduce_grads(job, records, n_partials, stream) : code;
 }
 
@@ -470,10 +514,8 @@ static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, con
                        cudaStream_t stream) {
     const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
     mn_grad_tma_maps maps;
-    const bool sm90 = KP <= mn_delta_grad_sm90_keys &&
-                      (job.p.decay == MN_DECAY_CHANNEL
-                           ? mn_delta_grad_channel_sm90_supported(&maps, job, records)
-                           : mn_delta_grad_sm90_supported(&maps, job, records));
+    const bool sm90 =
+        mn_delta_grad_sm90_supported(&maps, mn_delta_grad_of_groups(job, fold), records);
     int code = job.cuts ? cudaSuccess : intra_chunk<KP>(job, stream);
     if (code != cudaSuccess) return code;
     code = job.p.decay == MN_DECAY_CHANNEL ? scan<KP, true>(job, stream)
@@ -481,7 +523,7 @@ static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, con
     if (code != cudaSuccess || records == 0) {
         return code != cudaSuccess ? code : reduce_grads(job, 0, KP / KT, stream);
     }
-    if (job.cuts) code = redo_values(job, values, stream);
+    if (job.cuts) code = redo_values(job, values, sm90 ? fold.times : 0, stream);
     if (code != cudaSuccess) return code;
     return grad<KT, KP>(job, sm90 ? &maps : nullptr, fold, records, stream);
 }
@@ -503,23 +545,13 @@ static int backward(const mn_delta_params &job, const mn_grad_fold &fold, const 
     return backward_by<(KP < 128 ? KP : 128), KP>(job, fold, values, stream);
 }
 
-/* By sizes alone, as the caller leaves the sums to this then. Not where Hopper's kernel of
- * gradients serves: there, waiting for a group's heads took longer than a pass over what they
- * give. */
+/* By sizes alone, as the caller leaves the sums to this then: not where Hopper's kernel of
+ * gradients would serve larger groups than it adds up. */
 extern "C" bool mn_delta_folds_groups(const void *args) {
     const mn_delta_args *p = (const mn_delta_args *)args;
-    const bool sm90 = mn_device_is_sm90() && p->call.K <= mn_delta_grad_sm90_keys &&
-                      p->decay != MN_DECAY_CHANNEL && !p->w.data;
     return mn_delta_uses_chunks(p) && p->call.J > 0 && p->call.J < p->call.H &&
-           p->call.K % 8 == 0 && !sm90;
-}
-
-/* Numbers of gradients of all value heads' own, and arrivals. */
-static bool size_fold(int64_t *grads, int64_t *arrivals, const mn_delta_args *p) {
-    const mn_call &c = p->call;
-    return mn_mul_i64(grads, c.B * c.T, c.H) && mn_mul_i64(grads, *grads, c.K) &&
-           mn_mul_i64(arrivals, mn_tile_slots(c, MN_DELTA_CHUNK) * c.J,
-                      mn_delta_padded_k(c.K) / 64);
+           p->call.K % 8 == 0 &&
+           (!mn_delta_grad_sm90_fits(*p) || p->call.H / p->call.J <= mn_grad_most_heads);
 }
 
 /* Behind the workspace, which is a multiple of 16 bytes: arrivals, then the gradients. */
@@ -540,7 +572,7 @@ static bool size_shared(size_t *all, size_t *own, const mn_delta_args *p) {
 }
 
 /* The kernel's gradients become those of all value heads; theirs are the fold's. */
-static int make_fold(mn_grad_fold *fold, mn_delta_params *job, char *memory, cudaStream_t stream) {
+static int make_fold(mn_grad_fold *fold, mn_delta_params *job, char *memory) {
     const mn_delta_args p = job->p;
     const mn_call &c = p.call;
     int64_t grads, arrivals;
@@ -559,7 +591,7 @@ static int make_fold(mn_grad_fold *fold, mn_delta_params *job, char *memory, cud
         at += grads;
     }
     job->packed[MN_DELTA_DQ] = job->packed[MN_DELTA_DE] = job->packed[MN_DELTA_DW] = true;
-    return (int)cudaMemsetAsync(fold->arrived, 0, (size_t)arrivals * sizeof(int), stream);
+    return cudaSuccess;
 }
 
 bool mn_delta_chunk_backward_plan(mn_plan *plan, const mn_delta_args *p) {
@@ -582,9 +614,10 @@ static int backward_kept(const mn_delta_params &job, const mn_grad_fold &fold,
     redo.cuts = job.workspace.cuts, redo.dX_is_dv = false;
     redo.p.grad.v = {}, redo.p.grad.state0 = {};
     code = mn_launch_smem_behind(true, delta_find_redo_back<false>, dim3((unsigned)heads),
-                                 MN_DELTA_REDO_THREADS, 0, stream, redo, job.p.grad.v);
-    if (code == cudaSuccess) code = backward<KP>(redo, {}, job.p.grad.v, stream);
-    return code == cudaSuccess ? redo_fold<KP>(redo, fold, stream) : code;
+                                 MN_DELTA_REDO_THREADS, 0, stream,
+                                 mn_delta_grad_of_groups(redo, fold), job.p.grad.v,
+                                 mn_max(fold.times, 1));
+    return code == cudaSuccess ? backward<KP>(redo, fold, job.p.grad.v, stream) : code;
 }
 
 int mn_delta_chunk_backward(const mn_delta_args *p, void *shared, void *stream) {
@@ -594,7 +627,7 @@ int mn_delta_chunk_backward(const mn_delta_args *p, void *shared, void *stream) 
     if (!mn_delta_make_params(&job, p, shared, true) || !size_shared(&all, &own, p)) {
         return cudaErrorNotSupported;
     }
-    const int code = make_fold(&fold, &job, (char *)shared + own, (cudaStream_t)stream);
+    const int code = make_fold(&fold, &job, (char *)shared + own);
     if (code != cudaSuccess) return code;
     job.dX_is_dv = p->grad.v.data != NULL;
     MN_DELTA_DISPATCH_K(backward_kept, p->call.K, (job, fold, (cudaStream_t)stream));

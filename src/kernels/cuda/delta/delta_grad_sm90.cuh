@@ -5,7 +5,11 @@
  * and is alone on its processor. Here a block stays and goes through chunks; a producer warp has
  * TMA load what the next ones need while 16 warps compute. Where it has all channels of a chunk, it
  * stores dbeta and dg as well. The halves of a chunk are neighbours, so that what both load comes
- * from the second cache once. */
+ * from the second cache once.
+ *
+ * GROUPED: value heads share keys, and a block goes through those of a group one after the other;
+ * their keys are loaded once, and dq and de are added up in shared memory, in the order of the
+ * heads: each time a sum in float32 of what is there in bf16 and the head's own. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_GRAD_SM90_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_GRAD_SM90_CUH
 
@@ -21,11 +25,37 @@ enum { MN_GRAD_SM90_THREADS = MN_DELTA_GRAD_THREADS + 128 };    // a warpgroup g
  * delta_grad_kernel. */
 static constexpr int mn_delta_grad_sm90_keys = 256;
 
-/* Where a block's channels begin: number `index` is half index % HALVES of record index / HALVES,
- * each of KT channels. */
+/* Value heads of a group, at most, whose gradients are added up; of more, roundings to bf16 would
+ * be seen. */
+static constexpr int mn_grad_most_heads = 4;
+
+/* Where the channels of unit `index` begin: half index % HALVES, each of KT channels, of the
+ * records of index / HALVES. */
 template <int KT, int HALVES>
 __device__ inline int64_t mn_grad_channel0(int64_t index) {
     return HALVES == 1 ? 0 : index % HALVES * KT;
+}
+
+/* Records of a unit, which are neighbours. */
+template <bool GROUPED>
+__device__ inline int mn_grad_heads(const mn_delta_params &job) {
+    return GROUPED ? (int)(job.p.call.H / job.p.call.J) : 1;
+}
+
+/* The first record of unit `index`. In a redo units are sequences and heads; below zero: the head
+ * is not cut, or one in front of it in its group is, in the same chunk. */
+template <bool REDO, bool GROUPED>
+__device__ inline int64_t mn_grad_first_record(const mn_delta_params &job, int64_t index) {
+    const int heads = mn_grad_heads<GROUPED>(job);
+    if (!REDO) return index * heads;
+    const int64_t record = mn_delta_record_of(job, index);
+    if (!GROUPED || record < 0) return record;
+    const int own = (int)(index % heads);
+    for (int i = 1; i <= own; i++) {
+        const int cut = job.cuts[index - i];
+        if (cut > 0 && cut / MN_DELTA_CHUNK == job.cuts[index] / MN_DELTA_CHUNK) return -1;
+    }
+    return record - own;
 }
 
 /* The tensors for TMA: q, e, do, and of the workspace what the scans have left; dX may be dv. */
@@ -39,10 +69,8 @@ struct alignas(1024) mn_grad_sm90_keys {
     unsigned char q[mn_tile_bytes<KT>()], e[mn_tile_bytes<KT>()];
 };
 
-/* Whether dq and de leave by TMA; false: each warp stores its own. */
-constexpr bool mn_grad_stores_by_tma = true;
-
-/* Two tiles of value columns are under way; keys and decays of two chunks. P and A of a chunk are
+/* Two tiles of value columns are under way; keys and decays of two chunks, whose place dq and de
+ * take. GROUPED: keys[0] are those of the group, keys[1] its dq and de. P and A of a chunk are
  * loaded to where their gradients go. */
 template <int KT>
 struct mn_grad_sm90_smem {
@@ -55,6 +83,17 @@ struct mn_grad_sm90_smem {
     uint64_t stage_full[2], stage_empty[2], keys_full[2], keys_empty[2];
     uint64_t matrices_full, matrices_empty, sums_full[2];
 };
+
+/* Where keys of chunk `iter` of the block are, and where its dq and de go. */
+template <bool GROUPED>
+__device__ inline int mn_grad_keys_slot(int iter) {
+    return GROUPED ? 0 : iter % 2;
+}
+
+template <bool GROUPED>
+__device__ inline int mn_grad_out_slot(int iter) {
+    return GROUPED ? 1 : iter % 2;
+}
 
 /* What is one chunk's, as the functions of delta_grad.cuh know it. */
 struct mn_grad_chunk {
@@ -116,18 +155,19 @@ __device__ inline void mn_grad_tma_load(unsigned char *to, const CUtensorMap &ma
     }
 }
 
-/* Loads q, e and the decays of a chunk. All lanes call; each arrives at the mbarrier. */
+/* Loads the decays of a chunk and, `with_keys`, q and e. All lanes call; each arrives at the
+ * mbarrier. */
 template <int KT>
 __device__ inline void mn_grad_load_keys(mn_grad_sm90_smem<KT> &smem, int slot,
+                                         mn_grad_sm90_keys<KT> &to, bool with_keys,
                                          const mn_delta_params &job, const mn_grad_tma_maps &maps,
                                          const mn_grad_coord &at) {
     const mn_delta_args &p = job.p;
     const int lane = threadIdx.x % 32;
     const bool full = mn_grad_is_full(job, at);
     const int64_t key = mn_key_head(p.call, at.h), t = at.tile.span.t0 + at.tile.first;
-    mn_grad_sm90_keys<KT> &to = smem.keys[slot];
     uint64_t *mbar = &smem.keys_full[slot];
-    if (!full) {
+    if (with_keys && !full) {
         mn_grad_copy_rows<KT>(to.q, p.q, at, key, at.channel0, p.call.K);
         mn_grad_copy_rows<KT>(to.e, p.e, at, key, at.channel0, p.call.K);
         mn_grad_copies_done();
@@ -138,10 +178,10 @@ __device__ inline void mn_grad_load_keys(mn_grad_sm90_smem<KT> &smem, int slot,
     }
     smem.place[slot] = at;
     mn_mbarrier_arrive_expect_tx(mbar, (int)sizeof(mn_delta_log_decays) +
-                                           (full ? 2 * mn_tile_bytes<KT>() : 0));
+                                           (with_keys && full ? 2 * mn_tile_bytes<KT>() : 0));
     mn_tma_load_1d(&smem.log_decays[slot], job.workspace.log_decays + at.index,
                    (int)sizeof(mn_delta_log_decays), mbar);
-    if (!full) return;
+    if (!with_keys || !full) return;
     mn_grad_tma_load<KT / 64>(to.q, maps.q, mbar, at.channel0, key, t, at.tile.span.b);
     mn_grad_tma_load<KT / 64>(to.e, maps.e, mbar, at.channel0, key, t, at.tile.span.b);
 }
@@ -176,31 +216,55 @@ __device__ inline void mn_grad_load_values(mn_grad_stage<KT> &to, uint64_t *mbar
     mn_grad_tma_load<KT / 64>(to.D, maps.D, mbar, at.channel0, 0, row, 0);
 }
 
-/* Loads what the block's chunks need, in the order of its use, as soon as there is room. */
-template <int KT, int HALVES, bool REDO>
-__device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
-                                        const mn_grad_tma_maps &maps, int64_t n_records) {
+/* Loads what chunk `iter` of the block needs, as soon as there is room; `n` tiles of value columns
+ * are loaded before. Keys of a group take the place of those of the one before, which are in use to
+ * the end of its last chunk; so tiles of values for which there is room go in front of them. */
+template <int KT, bool GROUPED>
+__device__ inline void mn_grad_load_chunk(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
+                                          const mn_grad_tma_maps &maps, const mn_grad_coord &at,
+                                          bool with_keys, int iter, int n) {
     const int tiles = (int)(job.padded_v / 64);
-    int n = 0, iter = 0;    // tiles of value columns, chunks
-    for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
-        mn_grad_coord at = mn_grad_record_coord<REDO>(job, index / HALVES, KT * HALVES);
-        if (REDO && at.index < 0) continue;
-        at.channel0 = mn_grad_channel0<KT, HALVES>(index);
-        mn_mbarrier_wait(&smem.keys_empty[iter % 2], (iter / 2 & 1) ^ 1);
-        mn_grad_load_keys<KT>(smem, iter % 2, job, maps, at);
-        for (int i = 0; i < tiles; i++, n++) {
-            mn_mbarrier_wait(&smem.stage_empty[n % 2], (n / 2 & 1) ^ 1);
-            mn_grad_load_values<KT>(smem.stage[n % 2], &smem.stage_full[n % 2], job, maps, at,
-                                    64 * i);
+    int i = 0;
+    const auto load_values = [&]() {
+        mn_mbarrier_wait(&smem.stage_empty[n % 2], (n / 2 & 1) ^ 1);
+        mn_grad_load_values<KT>(smem.stage[n % 2], &smem.stage_full[n % 2], job, maps, at, 64 * i);
+        i++, n++;
+    };
+    if constexpr (GROUPED) {
+#pragma unroll 1
+        while (i < tiles && i < 2) load_values();
+    }
+    mn_mbarrier_wait(&smem.keys_empty[iter % 2], (iter / 2 & 1) ^ 1);
+    if (GROUPED && with_keys && iter > 0) {
+        mn_mbarrier_wait(&smem.keys_empty[(iter - 1) % 2], (iter - 1) / 2 & 1);
+    }
+    mn_grad_load_keys<KT>(smem, iter % 2, smem.keys[mn_grad_keys_slot<GROUPED>(iter)], with_keys,
+                          job, maps, at);
+#pragma unroll 1
+    while (i < tiles) load_values();
+    mn_mbarrier_wait(&smem.matrices_empty, (iter & 1) ^ 1);
+    if (threadIdx.x % 32 > 0) return;
+    mn_mbarrier_arrive_expect_tx(&smem.matrices_full, 2 * mn_tile_bytes<64>());
+    mn_grad_tma_load<1>(smem.matrices.P, maps.P, &smem.matrices_full, 0, 0,
+                        at.index * MN_DELTA_CHUNK, 0);
+    mn_grad_tma_load<1>(smem.matrices.A, maps.A, &smem.matrices_full, 0, 0,
+                        at.index * MN_DELTA_CHUNK, 0);
+}
+
+/* Loads what the block's chunks need, in the order of its use. */
+template <int KT, int HALVES, bool REDO, bool GROUPED>
+__device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
+                                        const mn_grad_tma_maps &maps, int64_t n_units) {
+    const int tiles = (int)(job.padded_v / 64), heads = mn_grad_heads<GROUPED>(job);
+    int iter = 0;
+    for (int64_t index = blockIdx.x; index < n_units; index += gridDim.x) {
+        const int64_t first = mn_grad_first_record<REDO, GROUPED>(job, index / HALVES);
+        if (REDO && first < 0) continue;
+        for (int head = 0; head < heads; head++, iter++) {
+            mn_grad_coord at = mn_grad_record_coord<false>(job, first + head, KT * HALVES);
+            at.channel0 = mn_grad_channel0<KT, HALVES>(index);
+            mn_grad_load_chunk<KT, GROUPED>(smem, job, maps, at, head == 0, iter, iter * tiles);
         }
-        mn_mbarrier_wait(&smem.matrices_empty, (iter & 1) ^ 1);
-        iter++;
-        if (threadIdx.x % 32 > 0) continue;
-        mn_mbarrier_arrive_expect_tx(&smem.matrices_full, 2 * mn_tile_bytes<64>());
-        mn_grad_tma_load<1>(smem.matrices.P, maps.P, &smem.matrices_full, 0, 0,
-                            at.index * MN_DELTA_CHUNK, 0);
-        mn_grad_tma_load<1>(smem.matrices.A, maps.A, &smem.matrices_full, 0, 0,
-                            at.index * MN_DELTA_CHUNK, 0);
     }
 }
 
@@ -259,16 +323,22 @@ __device__ inline void mn_grad_wgmma_intra_chunk(const mn_grad_chunk &chunk, mn_
     mn_mma_commit_wait<true>();
 }
 
-/* A warp's 16 rows and KT / 4 columns to a tile. */
+/* A warp's 16 rows and KT / 4 columns to a tile, or `adds` to what it has left there. */
 template <int KT>
-__device__ inline void mn_grad_stage_out(unsigned char *tile,
-                                         const float (&x)[mn_grad_acc<KT>::N][4],
-                                         const mn_grad_coord &at) {
+__device__ inline void mn_grad_stage_out(unsigned char *tile, float (&x)[mn_grad_acc<KT>::N][4],
+                                         bool adds, const mn_grad_coord &at) {
     constexpr int N = mn_grad_acc<KT>::N;
     const int lane = threadIdx.x % 32, row = at.block * 16 + lane % 16;
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
         unsigned a[4];
+        if (adds) {
+            mn_frag_a(a, mn_shared_u32(tile), at.block * 16, at.quarter * (KT / 4) + 8 * n);
+#pragma unroll
+            for (int c = 0; c < 8; c++) {
+                x[n + c / 4][c % 4] += c % 2 ? mn_bf16_hi(a[c / 2]) : mn_bf16_lo(a[c / 2]);
+            }
+        }
         mn_frag_a_of(a, x[n], x[n + 1]);
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
                          mn_shared_u32(tile) +
@@ -288,14 +358,16 @@ __device__ inline void mn_grad_zero_above(mn_grad_matrices &matrices, const mn_g
     *(uint4 *)(matrices.A_beta + place) = make_uint4(0, 0, 0, 0);
 }
 
-/* What is left of a chunk once all value columns are in `sum`. */
-template <int KT>
+/* What is left of a chunk once all value columns are in `sum`; `adds`: to the gradients of heads in
+ * front of it. */
+template <int KT, bool GROUPED>
 __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad_acc<KT> &sum,
                                             float end, const mn_delta_params &job,
-                                            const mn_grad_coord &at, int iter) {
+                                            const mn_grad_coord &at, int iter, bool adds) {
     const int slot = iter % 2;
-    unsigned char *e = smem.keys[slot].e;
-    mn_grad_chunk chunk = { { smem.keys[slot].q, e, e }, smem.matrices, smem.log_decays[slot],
+    mn_grad_sm90_keys<KT> &keys = smem.keys[mn_grad_keys_slot<GROUPED>(iter)];
+    mn_grad_sm90_keys<KT> &out = smem.keys[mn_grad_out_slot<GROUPED>(iter)];
+    mn_grad_chunk chunk = { { keys.q, keys.e, keys.e }, smem.matrices, smem.log_decays[slot],
                             smem.sums[slot] };
     end = mn_warp_sum(end);
     if (threadIdx.x % 32 == 0) chunk.sums.end[threadIdx.x / 32] = end;
@@ -305,54 +377,51 @@ __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad
         return mn_grad_known((const unsigned *)(smem.matrices.P + place),
                              (const unsigned *)(smem.matrices.A + place));
     });
-    mn_grad_states<KT>(chunk, sum, mn_shared_u32(e), job.scale, at);
+    mn_grad_states<KT>(chunk, sum, mn_shared_u32(keys.e), job.scale, at);
     mn_grad_zero_above(smem.matrices, at);
     mn_fence_proxy_async();
     mn_grad_sync();
     mn_grad_wgmma_intra_chunk<KT>(chunk, sum, at);
-    const auto after = [&] {
-        mn_fence_proxy_async();
-        mn_mbarrier_arrive_warp(&smem.matrices_empty);
-    };
-    if (mn_grad_stores_by_tma) {
-        mn_grad_scale_writes<KT>(chunk, sum, job, chunk.log_decays.beta, mn_shared_u32(e), at);
-        mn_grad_sync();
-        after();
-        mn_grad_stage_out<KT>(chunk.keys.q, sum.q, at);
-        mn_grad_stage_out<KT>(chunk.keys.e, sum.e, at);
-    } else {
-        mn_grad_store_keys<KT>(chunk, sum, job, chunk.log_decays.beta, mn_shared_u32(e), at, after);
-    }
+    mn_grad_scale_writes<KT>(chunk, sum, job, chunk.log_decays.beta, mn_shared_u32(keys.e), at);
+    if (!GROUPED) mn_grad_sync();    // gradients take the place of keys
+    mn_fence_proxy_async();
+    mn_mbarrier_arrive_warp(&smem.matrices_empty);
+    mn_grad_stage_out<KT>(out.q, sum.q, GROUPED && adds, at);
+    mn_grad_stage_out<KT>(out.e, sum.e, GROUPED && adds, at);
     mn_fence_proxy_async();
     mn_mbarrier_arrive_warp(&smem.sums_full[slot]);
     mn_mbarrier_arrive_warp(&smem.keys_empty[slot]);
 }
 
-template <int KT, int HALVES, bool REDO, bool DV>
-__device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
-                                        int64_t n_records) {
+/* The gradients of chunk `iter` of the block; `n` tiles of value columns are behind it. */
+template <int KT, bool DV, bool GROUPED>
+__device__ inline void mn_grad_consume_chunk(mn_grad_sm90_smem<KT> &smem,
+                                             const mn_delta_params &job, int iter, int n,
+                                             bool adds) {
     const int tiles = (int)(job.padded_v / 64);
-    int n = 0, iter = 0;
-    for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
-        mn_grad_coord at;
-        if (REDO && job.cuts[index / HALVES] == 0) continue;
-        at.block = threadIdx.x / 32 % 4, at.quarter = threadIdx.x / 128;
-        mn_grad_acc<KT> sum = {};
-        float end[2] = {};
-        for (int i = 0; i < tiles; i++, n++) {
-            mn_mbarrier_wait(&smem.stage_full[n % 2], n / 2 & 1);
-            mn_grad_wgmma_values<KT, DV>(sum, end, smem.stage[n % 2], at);
-            mn_mbarrier_arrive_warp(&smem.stage_empty[n % 2]);
+    mn_grad_coord at;
+    at.block = threadIdx.x / 32 % 4, at.quarter = threadIdx.x / 128;
+    mn_grad_acc<KT> sum = {};
+    float end[2] = {};
+    for (int i = 0; i < tiles; i++, n++) {
+        mn_mbarrier_wait(&smem.stage_full[n % 2], n / 2 & 1);
+        mn_grad_wgmma_values<KT, DV>(sum, end, smem.stage[n % 2], at);
+        mn_mbarrier_arrive_warp(&smem.stage_empty[n % 2]);
+    }
+    mn_mbarrier_wait(&smem.keys_full[iter % 2], iter / 2 & 1);
+    mn_grad_finish_chunk<KT, GROUPED>(smem, sum, end[0] + end[1], job, at, iter, adds);
+}
+
+template <int KT, int HALVES, bool REDO, bool DV, bool GROUPED>
+__device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
+                                        int64_t n_units) {
+    const int tiles = (int)(job.padded_v / 64), heads = mn_grad_heads<GROUPED>(job);
+    int iter = 0;
+    for (int64_t index = blockIdx.x; index < n_units; index += gridDim.x) {
+        if (REDO && mn_grad_first_record<REDO, GROUPED>(job, index / HALVES) < 0) continue;
+        for (int head = 0; head < heads; head++, iter++) {
+            mn_grad_consume_chunk<KT, DV, GROUPED>(smem, job, iter, iter * tiles, head > 0);
         }
-#pragma unroll
-        for (int i = 0; i < 8; i++) end[i % 2] += sum.end[i];    // zeros where wgmma multiplies
-        mn_mbarrier_wait(&smem.keys_full[iter % 2], iter / 2 & 1);
-        at.tile = smem.place[iter % 2].tile, at.h = smem.place[iter % 2].h;
-        at.count = smem.place[iter % 2].count;
-        at.index = REDO ? smem.place[iter % 2].index : index / HALVES;
-        at.channel0 = mn_grad_channel0<KT, HALVES>(index);
-        mn_grad_finish_chunk<KT>(smem, sum, end[0] + end[1], job, at, iter);
-        iter++;
     }
 }
 
@@ -427,58 +496,68 @@ __device__ inline void mn_grad_store_half(mn_delta_partial &part, const mn_grad_
     if (lane == 0) part.end = end;
 }
 
-/* Starts to store a tile of gradients, (64,KT) from at.channel0; of a chunk with which one of
- * several packed sequences ends, row by row. A warp calls. */
+/* Starts to store a tile of gradients of head h, (64,KT) from at.channel0; of a chunk with which
+ * one of several packed sequences ends, row by row. A warp calls. */
 template <int KT>
 __device__ inline void mn_grad_store_tile(const mn_out &view, const CUtensorMap &map,
                                           const unsigned char *tile, const mn_delta_params &job,
-                                          const mn_grad_coord &at) {
+                                          const mn_grad_coord &at, int64_t h) {
     constexpr int vec16s = KT / 8;
     const int lane = threadIdx.x % 32, i = lane % vec16s, channel = (int)at.channel0 + 8 * i;
     const int64_t t = at.tile.span.t0 + at.tile.first, b = at.tile.span.b;
     if (!view.data) return;
     if (mn_grad_is_full(job, at)) {
         for (int k = 0; k < KT / 64 && lane == 0; k++) {
-            mn_tma_store(map, tile + k * mn_tile_bytes<64>(), (int)at.channel0 + 64 * k, (int)at.h,
+            mn_tma_store(map, tile + k * mn_tile_bytes<64>(), (int)at.channel0 + 64 * k, (int)h,
                          (int)t, (int)b);
         }
         return;
     }
 #pragma unroll 1
     for (int row = lane / vec16s; row < at.count && channel < job.p.call.K; row += 32 / vec16s) {
-        mn_bf16 *to = mn_row<mn_bf16>(view, b, t + row, at.h) + channel;
+        mn_bf16 *to = mn_row<mn_bf16>(view, b, t + row, h) + channel;
         *(uint4 *)to = *(const uint4 *)(tile + mn_tile_swizzle(row, i));
     }
 }
 
-/* Takes gradients of keys and the sums of each chunk from the warps that multiply. */
-template <int KT, int HALVES, bool REDO>
+/* Takes the sums of chunk `iter` from the warps that multiply and, `stores`, gradients of keys. */
+template <int KT, int HALVES, bool GROUPED>
+__device__ inline void mn_grad_take_chunk(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
+                                          const mn_grad_tma_maps &maps, int iter, bool stores) {
+    const int slot = iter % 2, phase = iter / 2 & 1;
+    mn_mbarrier_wait(&smem.keys_full[slot], phase);
+    mn_mbarrier_wait(&smem.sums_full[slot], phase);
+    const mn_grad_coord &at = smem.place[slot];
+    const mn_grad_sm90_keys<KT> &out = smem.keys[mn_grad_out_slot<GROUPED>(iter)];
+    const float cum_decay = smem.log_decays[slot].gamma[MN_DELTA_CHUNK - 1];
+    if (stores) {
+        const int64_t h = GROUPED ? mn_key_head(job.p.call, at.h) : at.h;
+        mn_grad_store_tile<KT>(job.p.grad.q, maps.dq, out.q, job, at, h);
+        mn_grad_store_tile<KT>(job.p.grad.e, maps.de, out.e, job, at, h);
+    }
+    if constexpr (HALVES > 1) {
+        mn_delta_partial *parts = (mn_delta_partial *)job.workspace.parts;
+        const int64_t half = at.channel0 / KT;
+        parts += mn_delta_records(job) * half + at.index;
+        mn_grad_store_half(*parts, smem.sums[slot], cum_decay, half == 0);
+    } else {
+        mn_grad_store_tokens(job, smem.sums[slot], cum_decay, at);
+    }
+    mn_tma_store_wait_read();
+    mn_fence_proxy_async();
+    mn_mbarrier_arrive_warp(&smem.keys_empty[slot]);
+}
+
+template <int KT, int HALVES, bool REDO, bool GROUPED>
 __device__ inline void mn_grad_token_sums(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
-                                          const mn_grad_tma_maps &maps, int64_t n_records) {
+                                          const mn_grad_tma_maps &maps, int64_t n_units) {
+    const int heads = mn_grad_heads<GROUPED>(job);
     int iter = 0;
-    for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
-        const int slot = iter % 2, phase = iter / 2 & 1;
-        if (REDO && job.cuts[index / HALVES] == 0) continue;
-        mn_mbarrier_wait(&smem.keys_full[slot], phase);
-        mn_mbarrier_wait(&smem.sums_full[slot], phase);
-        const mn_grad_coord &at = smem.place[slot];
-        const float cum_decay = smem.log_decays[slot].gamma[MN_DELTA_CHUNK - 1];
-        if (mn_grad_stores_by_tma) {
-            mn_grad_store_tile<KT>(job.p.grad.q, maps.dq, smem.keys[slot].q, job, at);
-            mn_grad_store_tile<KT>(job.p.grad.e, maps.de, smem.keys[slot].e, job, at);
+    for (int64_t index = blockIdx.x; index < n_units; index += gridDim.x) {
+        if (REDO && mn_grad_first_record<REDO, GROUPED>(job, index / HALVES) < 0) continue;
+        for (int head = 0; head < heads; head++, iter++) {
+            mn_grad_take_chunk<KT, HALVES, GROUPED>(smem, job, maps, iter, head == heads - 1);
         }
-        if constexpr (HALVES > 1) {
-            mn_delta_partial *parts = (mn_delta_partial *)job.workspace.parts;
-            const int64_t half = at.channel0 / KT;
-            parts += mn_delta_records(job) * half + at.index;
-            mn_grad_store_half(*parts, smem.sums[slot], cum_decay, half == 0);
-        } else {
-            mn_grad_store_tokens(job, smem.sums[slot], cum_decay, at);
-        }
-        mn_tma_store_wait_read();
-        mn_fence_proxy_async();
-        mn_mbarrier_arrive_warp(&smem.keys_empty[slot]);
-        iter++;
     }
 }
 
@@ -486,16 +565,17 @@ __device__ inline void mn_grad_token_sums(mn_grad_sm90_smem<KT> &smem, const mn_
 
 /* DV: dX is dv.
  *
- * Grid: as many blocks of 18 warps as there are processors, block b has records b, b + grid, ...
- * of n_records = slots * H, or halves of records of twice as many.
+ * Grid: as many blocks of 18 warps as there are processors, block b has units b, b + grid, ... of
+ * n_units = slots * H, GROUPED: slots * J, or halves of twice as many.
  * Loads   P, A (64,64), S, D (V,KT), R, dX (V,64) and the decays of the workspace, do (64,V), q and
  *         e (64,KT), for each chunk.
- * Stores  grad.q, grad.e (64,KT), grad.beta and grad.g (64) where given; the sum of dg in
- *         workspace.whole. HALVES: parts of dbeta and dg in workspace.parts instead. */
-template <int KT, int HALVES, bool REDO, bool DV>
+ * Stores  grad.q, grad.e (64,KT), GROUPED of (B,T,J,K), grad.beta and grad.g (64) where given;
+ *         the sum of dg in workspace.whole. HALVES: parts of dbeta and dg in workspace.parts
+ *         instead. */
+template <int KT, int HALVES, bool REDO, bool DV, bool GROUPED>
 __global__ void __launch_bounds__(MN_GRAD_SM90_THREADS, 1)
 delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
-                       const __grid_constant__ mn_grad_tma_maps maps, int64_t n_records) {
+                       const __grid_constant__ mn_grad_tma_maps maps, int64_t n_units) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char grad_smem_bytes[];
     mn_grad_sm90_smem<KT> &smem = *(mn_grad_sm90_smem<KT> *)grad_smem_bytes;
@@ -519,13 +599,13 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
     __syncthreads();
     if (threadIdx.x < MN_DELTA_GRAD_THREADS) {
         mn_setmaxnreg_inc<104>();
-        mn_grad_consumer<KT, HALVES, REDO, DV>(smem, job, n_records);
+        mn_grad_consumer<KT, HALVES, REDO, DV, GROUPED>(smem, job, n_units);
     } else {
         mn_setmaxnreg_dec<64>();
         if (threadIdx.x < MN_DELTA_GRAD_THREADS + 32) {
-            mn_grad_producer<KT, HALVES, REDO>(smem, job, maps, n_records);
+            mn_grad_producer<KT, HALVES, REDO, GROUPED>(smem, job, maps, n_units);
         } else if (threadIdx.x < MN_DELTA_GRAD_THREADS + 64) {
-            mn_grad_token_sums<KT, HALVES, REDO>(smem, job, maps, n_records);
+            mn_grad_token_sums<KT, HALVES, REDO, GROUPED>(smem, job, maps, n_units);
         }
     }
 #endif
@@ -533,59 +613,73 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
 
 /* ---- on the host ----------------------------------------------------------------------------- */
 
-/* Maps of do and what the scans have left; false where they cannot be. */
-inline bool mn_delta_grad_value_maps(mn_grad_tma_maps *maps, const mn_delta_params &job,
-                                     int64_t records) {
-    const mn_delta_args &p = job.p;
-    const mn_delta_workspace &workspace = job.workspace;
-    const int64_t K = mn_delta_padded_k(p.call.K), rows = records * job.padded_v;
-    return job.packed[MN_DELTA_COT] &&
-           mn_tma_map(&maps->cot, p.cot.o, p.call, p.call.V, MN_DELTA_CHUNK) &&
-           mn_delta_tma_map_rows(&maps->S, workspace.S, rows, K) &&
-           mn_delta_tma_map_rows(&maps->D, workspace.D, rows, K) &&
-           mn_delta_tma_map_rows(&maps->R, workspace.R, rows, MN_DELTA_CHUNK) &&
-           (job.dX_is_dv
-                ? job.packed[MN_DELTA_DV] &&
-                      mn_tma_map(&maps->dX, mn_grad_dv(job), p.call, p.call.V, MN_DELTA_CHUNK)
-                : mn_delta_tma_map_rows(&maps->dX, workspace.dX, rows, MN_DELTA_CHUNK));
+/* A call whose gradients of keys are those of groups, where these are added up. */
+inline mn_delta_params mn_delta_grad_of_groups(const mn_delta_params &job,
+                                               const mn_grad_fold &fold) {
+    mn_delta_params of = job;
+    if (fold.times == 0) return of;
+    of.p.grad.q = fold.q, of.p.grad.e = fold.e;
+    of.packed[MN_DELTA_DQ] = fold.packed[0], of.packed[MN_DELTA_DE] = fold.packed[1];
+    return of;
+}
+
+/* Whether the kernel would serve a call by its sizes. */
+inline bool mn_delta_grad_sm90_fits(const mn_delta_args &p) {
+    return mn_device_is_sm90() && p.call.K <= mn_delta_grad_sm90_keys &&
+           p.decay != MN_DECAY_CHANNEL && !p.w.data;
 }
 
 /* A map of gradients of keys, where they are wanted; false where they are and cannot be mapped. */
 inline bool mn_delta_grad_key_map(CUtensorMap *map, const mn_out &view, bool packed,
                                   const mn_call &call) {
-    return !mn_grad_stores_by_tma || !view.data ||
-           (packed && mn_tma_map(map, view, call, call.K, MN_DELTA_CHUNK));
+    return !view.data || (packed && mn_tma_map(map, view, call, call.K, MN_DELTA_CHUNK));
 }
 
-/* Whether the kernel serves a call of `records` chunks and heads; fills in the maps. */
+/* Whether the kernel serves a call of `records` chunks and heads; fills in the maps. A redo, of
+ * which dX is not dv, is served where the call was. */
 inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_params &job,
                                          int64_t records) {
     const mn_delta_args &p = job.p;
     const mn_delta_workspace &workspace = job.workspace;
+    const int64_t K = mn_delta_padded_k(p.call.K), rows = records * job.padded_v;
     *maps = {};
-    return mn_device_is_sm90() && mn_delta_padded_k(p.call.K) <= mn_delta_grad_sm90_keys &&
-           p.decay != MN_DECAY_CHANNEL && !p.w.data &&
-           job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] &&
+    return mn_delta_grad_sm90_fits(p) && job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] &&
+           job.packed[MN_DELTA_COT] && job.packed[MN_DELTA_DV] &&
            mn_tma_map(&maps->q, p.q, p.call, p.call.K, MN_DELTA_CHUNK) &&
            mn_tma_map(&maps->e, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
-           mn_delta_grad_value_maps(maps, job, records) &&
+           mn_tma_map(&maps->cot, p.cot.o, p.call, p.call.V, MN_DELTA_CHUNK) &&
+           mn_delta_tma_map_rows(&maps->S, workspace.S, rows, K) &&
+           mn_delta_tma_map_rows(&maps->D, workspace.D, rows, K) &&
+           mn_delta_tma_map_rows(&maps->R, workspace.R, rows, MN_DELTA_CHUNK) &&
+           (job.dX_is_dv
+                ? mn_tma_map(&maps->dX, mn_grad_dv(job), p.call, p.call.V, MN_DELTA_CHUNK)
+                : mn_delta_tma_map_rows(&maps->dX, workspace.dX, rows, MN_DELTA_CHUNK)) &&
            mn_delta_grad_key_map(&maps->dq, p.grad.q, job.packed[MN_DELTA_DQ], p.call) &&
            mn_delta_grad_key_map(&maps->de, p.grad.e, job.packed[MN_DELTA_DE], p.call) &&
            mn_delta_tma_map_rows(&maps->P, workspace.P, records * MN_DELTA_CHUNK, MN_DELTA_CHUNK) &&
            mn_delta_tma_map_rows(&maps->A, workspace.A, records * MN_DELTA_CHUNK, MN_DELTA_CHUNK);
 }
 
-template <int KP>
-inline int mn_delta_grad_sm90(const mn_delta_params &job, const mn_grad_tma_maps &maps,
-                              int64_t records, cudaStream_t stream) {
+template <int KP, bool GROUPED>
+inline int mn_delta_grad_sm90_by(const mn_delta_params &job, const mn_grad_tma_maps &maps,
+                                 int64_t records, cudaStream_t stream) {
     constexpr int KT = KP < 128 ? KP : 128, HALVES = KP / KT;
-    const int64_t n = mn_delta_grad_blocks(job, records) * HALVES;
+    const int64_t heads = GROUPED && !job.cuts ? job.p.call.H / job.p.call.J : 1;
+    const int64_t n = mn_delta_grad_blocks(job, records) / heads * HALVES;
     const int64_t blocks = mn_min(n, (int64_t)mn_device_props_current().processors);
-    const auto kernel = job.cuts       ? delta_grad_sm90_kernel<KT, HALVES, true, false>
-                        : job.dX_is_dv ? delta_grad_sm90_kernel<KT, HALVES, false, true>
-                                       : delta_grad_sm90_kernel<KT, HALVES, false, false>;
+    const auto kernel = job.cuts       ? delta_grad_sm90_kernel<KT, HALVES, true, false, GROUPED>
+                        : job.dX_is_dv ? delta_grad_sm90_kernel<KT, HALVES, false, true, GROUPED>
+                                       : delta_grad_sm90_kernel<KT, HALVES, false, false, GROUPED>;
     return mn_launch_smem_behind(job.cuts, kernel, dim3((unsigned)blocks), MN_GRAD_SM90_THREADS,
                                  sizeof(mn_grad_sm90_smem<KT>), stream, job, maps, n);
+}
+
+/* `grouped`: gradients of keys are those of groups. */
+template <int KP>
+inline int mn_delta_grad_sm90(const mn_delta_params &job, const mn_grad_tma_maps &maps,
+                              bool grouped, int64_t records, cudaStream_t stream) {
+    return grouped ? mn_delta_grad_sm90_by<KP, true>(job, maps, records, stream)
+                   : mn_delta_grad_sm90_by<KP, false>(job, maps, records, stream);
 }
 
 }    // namespace mneme::delta

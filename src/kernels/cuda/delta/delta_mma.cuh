@@ -56,13 +56,17 @@ __device__ __forceinline__ void mn_wgmma_start_m64n64k16(float (*y)[4], const un
                  : "memory");
 }
 
-/* y += a b', 64 rows each of two tiles, 16 deep. */
-__device__ __forceinline__ void mn_wgmma_m64n64k16(float (*y)[4], unsigned a, unsigned b) {
+/* y += a b', 64 rows each of two tiles, 16 deep, where descriptors say, or at addresses. */
+__device__ __forceinline__ void mn_wgmma_m64n64k16(float (*y)[4], uint64_t a, uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_WGMMA_ACC_REGS
                  "%32, %33, 1, 1, 1, 0, 0;\n"
                  : MN_WGMMA_ACC8(0), MN_WGMMA_ACC8(2), MN_WGMMA_ACC8(4), MN_WGMMA_ACC8(6)
-                 : "l"(mn_wgmma_smem_desc(a)), "l"(mn_wgmma_smem_desc(b))
+                 : "l"(a), "l"(b)
                  : "memory");
+}
+
+__device__ __forceinline__ void mn_wgmma_m64n64k16(float (*y)[4], unsigned a, unsigned b) {
+    mn_wgmma_m64n64k16(y, mn_wgmma_smem_desc(a), mn_wgmma_smem_desc(b));
 }
 
 /* y += a b of 16 N columns, both operands in shared memory. TRANS_A, TRANS_B: rows of that tile are

@@ -108,11 +108,11 @@ enum { MN_DELTA_REDO_THREADS = 128 };
 
 /* Leaves in job.cuts the first token to make again, 0: none.
  *
- * Grid: n * H + h. Loads the first row of dv, or where `dv` is absent of grad.e; where that is not
- * finite cot.o (T,V). */
+ * Grid: n * H + h. Loads the first row of dv, or where `dv` is absent of grad.e, of which `times`
+ * heads share one; where that is not finite cot.o (T,V). */
 template <bool PAIRS>
 __global__ void __launch_bounds__(MN_DELTA_REDO_THREADS)
-delta_find_redo_back(const __grid_constant__ mn_delta_params job, const mn_out dv) {
+delta_find_redo_back(const __grid_constant__ mn_delta_params job, const mn_out dv, int times) {
     const mn_delta_args &p = job.p;
     const mn_call &call = p.call;
     const int64_t h = blockIdx.x % call.H, width = dv.data ? call.V : call.K;
@@ -122,7 +122,8 @@ delta_find_redo_back(const __grid_constant__ mn_delta_params job, const mn_out d
     mn_pdl_launch_dependents();
     mn_pdl_wait();
     if (span.length > 0 && mn_redo_row_is_wild(mn_row<mn_bf16>(dv.data ? dv : p.grad.e, span.b,
-                                                               span.t0, h), width)) {
+                                                               span.t0, dv.data ? h : h / times),
+                                               width)) {
         const int behind = mn_redo_first_token(span.length, [&](int64_t t, float most) {
             return mn_redo_has_wild(mn_row<mn_bf16>(p.cot.o, span.b, end - 1 - t, h), call.V, most);
         });

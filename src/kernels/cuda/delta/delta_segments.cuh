@@ -39,13 +39,16 @@ enum {
 /* `beside`: both scans run at once, two blocks a processor, and the launches with which they begin
  * have for each block of a sequence 1 + 1 of first segments and 1 + 1 + 1 of maps of each other
  * one: what each adds, and M. Where these are more than a GPU holds at once, segments between are
- * half as long, so that two of them take as long as an end. */
+ * half as long, so that two of them take as long as an end. Sequences of 64 blocks are left whole:
+ * without maps each block of both scans has a processor of its own, where a chunk takes less than
+ * four fifths of the time. */
 inline mn_delta_segments mn_delta_segments_of(const mn_call &call, bool pairs, bool beside) {
     const int64_t blocks = call.H * mn_ceil_div(call.V, 64);
     mn_delta_segments segments = {};
     segments.count = segments.ends = 1;
     segments.least = mn_max(MN_DELTA_SEGMENT_LEAST, blocks * MN_DELTA_SEGMENT_TOKENS);
-    if (pairs || blocks == 0 || call.K > 128 || 2 * blocks > MN_DELTA_SEGMENT_BLOCKS ||
+    const int64_t fill = beside ? 2 * blocks + 1 : 2 * blocks;
+    if (pairs || blocks == 0 || call.K > 128 || fill > MN_DELTA_SEGMENT_BLOCKS ||
         call.T < segments.least) {
         return segments;
     }

@@ -140,7 +140,7 @@ static int backward_kept(const mn_delta_params &job, cudaStream_t stream) {
     redo.p.grad.state0 = {};
     const int found = mn_launch_smem_behind(true, delta_find_redo_back<true>, dim3((unsigned)heads),
                                             MN_DELTA_REDO_THREADS, 0, stream, redo,
-                                            job.p.grad.v);
+                                            job.p.grad.v, 1);
     return found == cudaSuccess ? scan_back<KP>(redo, stream) : found;
 }
 

@@ -5,7 +5,7 @@
 
 namespace mneme::elementwise {
 
-enum { COLUMNS = 32, GROUPS = 32, REDUCE_THREADS = 1024, SMALL_COLUMNS = 256 };
+enum { COLUMNS = 32, GROUPS = 32, AT_ONCE = 8, REDUCE_THREADS = 1024, SMALL_COLUMNS = 256 };
 
 #define TOKEN_SUM(id, about)                                                                       \
     struct term_##id {                                                                             \
@@ -22,19 +22,32 @@ struct sums_of_tokens {
     mn_out x;
 };
 
-/* A block has 32 columns and 32 row_groups of threads; group g adds tokens g, g + 32, ..., and the
- * row_groups' sums are added in their order. */
+/* A block has 32 columns and 32 row_groups of threads; group g adds tokens g, g + 32, ... of all
+ * sequences, eight of which are on their way at once, and the row_groups' sums are added in their
+ * order. */
 template <typename T, typename F>
 __global__ void token_sum_kernel(const __grid_constant__ sums_of_tokens p) {
     __shared__ double sums[GROUPS][COLUMNS + 1];
     const int64_t column = blockIdx.x * (int64_t)COLUMNS + threadIdx.x;
-    const int64_t h = column / p.width, i = column % p.width, tokens = p.B * p.T;
+    const int64_t h = column / p.width, i = column % p.width;
     double sum = 0.0;
-    for (int64_t at = threadIdx.y; h < p.H && at < tokens; at += GROUPS) {
-        const int64_t b = at / p.T, t = at % p.T;
-        sum += F::of((double)mn_get(mn_row<T>(p.a, b, t, h), i),
-                     (double)mn_get(mn_row<T>(p.b, b, t, h), i),
-                     (double)mn_get(mn_row<T>(p.c, b, t, h), i));
+    for (int64_t b = 0; b < p.B && h < p.H; b++) {
+        const T *of_a = mn_row<T>(p.a, b, 0, h), *of_b = mn_row<T>(p.b, b, 0, h);
+        const T *of_c = mn_row<T>(p.c, b, 0, h);
+        const auto term = [&](int64_t t) {
+            return F::of((double)mn_get(of_a, t * p.a.stride[1] + i),
+                         (double)mn_get(of_b, t * p.b.stride[1] + i),
+                         (double)mn_get(of_c, t * p.c.stride[1] + i));
+        };
+        int64_t t = (threadIdx.y + GROUPS - b * p.T % GROUPS) % GROUPS;
+        for (; t + (AT_ONCE - 1) * GROUPS < p.T; t += AT_ONCE * GROUPS) {
+            double terms[AT_ONCE];
+#pragma unroll
+            for (int e = 0; e < AT_ONCE; e++) terms[e] = term(t + e * GROUPS);
+#pragma unroll
+            for (int e = 0; e < AT_ONCE; e++) sum += terms[e];
+        }
+        for (; t < p.T; t += GROUPS) sum += term(t);
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();

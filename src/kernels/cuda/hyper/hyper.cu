@@ -7,139 +7,11 @@
  *   parameters, and g -> dz          dq = dz k      dk += dz'q
  *
  * Gradients of parameters gather in a few parts, each of every n-th tile, which are added last. */
-#include "kernels/cuda/attention/attention_strip_mma.cuh"
-#include "kernels/cuda/hyper/hyper_step.cuh"
+#include "kernels/cuda/hyper/hyper_rows_mma.cuh"
 #include "kernels/cuda/prim/device_props.h"
-#include "kernels/cuda/prim/fmax.cuh"
 #include "kernels/cuda/prim/split_reduce.cuh"
 
 namespace mneme::hyper {
-
-using namespace attention;
-
-/* rows of a strip of HyperMLP / HyperGLU: mixes, activation and their way back
- * (equations in ref/hyper.c).
- *
- * A thread has lags (in layout position, keys) and goes over four rows with what the mixing
- * parameters have for a lag, so that these are read once for four rows. Contractions over lags sum
- * 16 ranks of four rows at a time. The parameters lie by lag, in float, ranks padded with zeros to
- * a multiple of 16, four of them side by side for each lag, so that lanes with neighbouring lags
- * read what lies side by side (`mn_hyper_place`):
- *
- *   U (ranks / 4, lags, 4)    Vt (ranks / 4, lags, 4), turned    d (lags)
- *
- * A row of a strip keeps two numbers and for each of its mixes h = z U, h c and y c.
- * Norm l2 divides x1 before the activation; relu and everything after it are homogeneous, so it is
- * applied to the output like out_scale. */
-
-enum { MN_HYPER_ROWS = 4, MN_HYPER_RANKS = 16, MN_HYPER_LAGS = 4, MN_HYPER_THREADS = 128 };
-enum {
-    MN_HYPER_SUMS = MN_HYPER_ROWS * MN_HYPER_RANKS,
-    MN_HYPER_STEP = MN_HYPER_LAGS * MN_HYPER_THREADS,
-};
-enum { MN_HYPER_SCALE, MN_HYPER_NORM, MN_HYPER_FIRST = 4 };    // of a row
-
-/* A call at work. Mixes are counted: the first ones of branches 0 .. Q-1, then H second ones. */
-struct mn_hyper_params {
-    mn_hyper_args p;
-    mn_q_block s;
-    int64_t ranks, lags;              // padded ranks; P, or 0 without parameters
-    bool has_params[2];                    // first mix, second mix
-    float *params;                    // (Q + H, (2 ranks + 1) lags)
-    float *z[2], *base, *w, *g[2];    // matrices of a strip; base may be z[0], w may be base
-    float *rows;                      // (tiles, H, rows, row_floats)
-    int64_t row_floats;
-    int branches;
-};
-
-/* Where rank a of a lag lies in U or Vt, or in sums of their gradients. */
-__device__ inline int mn_hyper_place(const mn_hyper_params &k, int lag, int a) {
-    return (a / 4 * (int)k.lags + lag) * 4 + a % 4;
-}
-
-/* One mix. */
-struct mn_hyper_mix {
-    const float *U, *Vt, *d;          // by lag or position; NULL where absent
-};
-
-__device__ inline mn_hyper_mix mn_hyper_mix_of(const mn_hyper_params &k, int64_t mix) {
-    mn_hyper_mix m = {};
-    if (!k.has_params[mix >= k.p.call.Q]) return m;
-    m.U = k.params + mix * k.lags * (2 * k.ranks + 1);
-    m.Vt = m.U + k.lags * k.ranks;
-    m.d = m.Vt + k.lags * k.ranks;
-    return m;
-}
-
-/* Index of the mix of branch 0 or 1 of a head; of branch 2 the second. */
-__device__ inline int64_t mn_hyper_mix_index(const mn_hyper_params &k, int64_t head, int branch) {
-    return head + (branch == 2 ? k.p.call.Q : branch * k.p.call.H);
-}
-
-/* Up to four rows of a block. Rows that see many keys start first. */
-struct mn_hyper_rows4 {
-    mn_tile_span tile;
-    int64_t head, first;              // first row in the tile
-    int which;                        // tile of the strip
-    int n, seen, max_tiles, end;           // rows; keys before the first; of the last; columns that
-                                      // products read
-
-    /* Keys that row r sees, 0 where there is no such row. */
-    __device__ int keys(int r) const {
-        return r < n ? seen + r + 1 : 0;
-    }
-
-    __device__ int64_t token(int r) const {
-        return tile.span.t0 + tile.first + first + r;
-    }
-};
-
-__device__ inline bool mn_hyper_rows4_of(mn_hyper_rows4 *f, const mn_hyper_params &k) {
-    f->which = (int)k.s.n_tiles - 1 - (int)blockIdx.z;
-    f->tile = mn_tile_at(k.s.call, MN_Q_BLOCK_ROWS, k.s.first + f->which);
-    f->head = blockIdx.y, f->first = (int64_t)blockIdx.x * MN_HYPER_ROWS;
-    const int64_t seen = mn_keys_before(k.s.call) + f->tile.first;
-    f->n = (int)max(min((int64_t)MN_HYPER_ROWS, f->tile.n_rows - f->first), (int64_t)0);
-    f->seen = (int)(seen + f->first);
-    f->max_tiles = f->seen + f->n;
-    f->end = (int)((seen + f->tile.n_rows + 63) / 64 * 64);
-    return f->n > 0;
-}
-
-/* Numbers of a row are counted as the parameters are entered: by lag, from the row's own key back,
- * or, in layout position, by key from the first on. Row r has numbers 0 to keys(r) - 1. */
-__device__ inline bool mn_hyper_by_position(const mn_hyper_params &k) {
-    return k.p.layout == 1;
-}
-
-/* Entry of the parameters that number j meets; a parameter of theirs is the same way round. */
-__device__ inline int64_t mn_hyper_entry(const mn_hyper_params &k, int64_t j) {
-    return mn_hyper_by_position(k) ? j : k.p.call.P - 1 - j;
-}
-
-/* Where the first of four rows of a matrix has number 0. */
-__device__ inline float *mn_hyper_lag0(const mn_hyper_params &k, float *matrix,
-                                         const mn_hyper_rows4 &f) {
-    return matrix + mn_q_block_offset(k.s, f.which, f.head, f.first) +
-           (mn_hyper_by_position(k) ? 0 : f.seen);
-}
-
-/* How far on number j of row r lies: each row sees a key more, so lag 0 moves with the rows. */
-__device__ inline int mn_hyper_lag_offset(const mn_hyper_params &k, int r, int j) {
-    return mn_hyper_by_position(k) ? r * (int)k.s.row + j : r * ((int)k.s.row + 1) - j;
-}
-
-__device__ inline float *mn_hyper_saved_row(const mn_hyper_params &k, int64_t tile, int64_t head,
-                                            int64_t r) {
-    return k.rows + ((tile * k.s.heads + head) * k.s.rows + r) * k.row_floats;
-}
-
-enum { MN_HYPER_H, MN_HYPER_HC, MN_HYPER_YC };
-
-__device__ inline float *mn_hyper_saved_ranks(const mn_hyper_params &k, float *saved_row,
-                                              int branch, int what) {
-    return saved_row + MN_HYPER_FIRST + (branch * 3 + what) * k.ranks;
-}
 
 /* Each exchange of lanes sums pairs and leaves a lane half of its values. */
 template <int half>
@@ -271,19 +143,6 @@ __device__ inline float mn_hyper_sigmoid(float x) {
     return (x >= 0.0f ? 1.0f : e) / (1.0f + e);
 }
 
-/* Controls of a rank, 1 where the mix has none; 0 for padding. */
-template <typename T>
-__device__ inline float mn_hyper_rank_gate(const mn_hyper_params &k, const mn_hyper_rows4 &f,
-                                           int branch,
-                                         int r, int64_t a) {
-    const mn_call &c = k.p.call;
-    const bool second = branch == 2;
-    if (a >= (second ? c.W : c.R)) return 0.0f;
-    const int64_t which = second ? f.head : f.head + branch * c.H;
-    const T *row = mn_row<T>(second ? k.p.c2 : k.p.c1, f.tile.span.b, f.token(r), which);
-    return row ? mn_float(row[a]) : 1.0f;
-}
-
 /* The matrix of `lag0_offset` times 1 + d. */
 __device__ inline void mn_hyper_diagonal(const mn_hyper_params &k, const mn_hyper_rows4 &f,
                                        mn_hyper_frag &x, const float *lag0_offset, const float *d,
@@ -334,15 +193,6 @@ __device__ inline void mn_hyper_project_in(const mn_hyper_params &k, const mn_hy
         mn_hyper_saved_ranks(k, saved_row, branch, MN_HYPER_HC)[a] = by;
         hc[r * k.ranks + a] = by;
     });
-}
-
-/* Zeros where products read beyond a row's keys. */
-__device__ inline void mn_hyper_zero_tail(const mn_hyper_params &k, const mn_hyper_rows4 &f,
-                                          float *matrix) {
-    for (int r = 0; r < f.n; r++) {
-        float *line = matrix + mn_q_block_offset(k.s, f.which, f.head, f.first + r);
-        for (int i = f.keys(r) + threadIdx.x; i < f.end; i += MN_HYPER_THREADS) line[i] = 0.0f;
-    }
 }
 
 /* base from z, w from base, and the scale of the output. A block has four rows of a head. */
@@ -503,7 +353,7 @@ enum { LAG_THREADS = 128, BATCH = 16, UNROLL = 8, MAX_PARTIALS = 8 };
 
 /* ---- parameters ------------------------------------------------------------------------------ */
 
-/* Parameters by lag or position, in float. */
+/* Parameters by lag or position, in float. A block has one rank, as below. */
 template <typename T>
 __global__ void hyper_params_by_lag_kernel(const __grid_constant__ mn_hyper_params k) {
     const mn_call &c = k.p.call;
@@ -516,12 +366,12 @@ __global__ void hyper_params_by_lag_kernel(const __grid_constant__ mn_hyper_para
     const T *d = mn_row<T>(second ? k.p.d2 : k.p.d1, 0, 0, which);
     float *to = k.params + mix * k.lags * (2 * k.ranks + 1);
     const int64_t entry = mn_hyper_entry(k, j);
-    for (int64_t a = 0; a < k.ranks; a++) {
+    for (int64_t a = blockIdx.z; a < k.ranks; a += gridDim.z) {
         float *at = to + mn_hyper_place(k, (int)j, (int)a);
         at[0] = a < R ? mn_float(U[entry * R + a]) : 0.0f;
         at[k.lags * k.ranks] = a < R ? mn_float(Vt[a * c.P + entry]) : 0.0f;
     }
-    to[2 * k.lags * k.ranks + j] = mn_float(d[entry]);
+    if (blockIdx.z == 0) to[2 * k.lags * k.ranks + j] = mn_float(d[entry]);
 }
 
 /* Sums of parts by lag, which lie as parameters do, to the parameters' gradients. */
@@ -537,6 +387,7 @@ __global__ void hyper_reduce_params_kernel(const __grid_constant__ mn_hyper_para
     const int64_t each = k.lags * (2 * k.ranks + 1), step = (c.Q + c.H) * each;
     const auto sum = [&](int64_t at) {
         float x = 0.0f;
+#pragma unroll 4
         for (int64_t i = 0; i < n_partials; i++) x += partials[i * step + mix * each + at];
         return x;
     };
@@ -544,12 +395,12 @@ __global__ void hyper_reduce_params_kernel(const __grid_constant__ mn_hyper_para
     T *dVt = mn_row<T>(second ? k.p.grad.Vt2 : k.p.grad.Vt1, 0, 0, which);
     T *dd = mn_row<T>(second ? k.p.grad.d2 : k.p.grad.d1, 0, 0, which);
     const int64_t entry = mn_hyper_entry(k, j);
-    for (int64_t a = 0; a < R; a++) {
+    for (int64_t a = blockIdx.z; a < R; a += gridDim.z) {
         const int64_t at = mn_hyper_place(k, (int)j, (int)a);
         if (dU) mn_put(dU + entry * R + a, sum(at));
         if (dVt) mn_put(dVt + a * c.P + entry, sum(k.lags * k.ranks + at));
     }
-    if (dd) mn_put(dd + entry, sum(2 * k.lags * k.ranks + j));
+    if (dd && blockIdx.z == 0) mn_put(dd + entry, sum(2 * k.lags * k.ranks + j));
 }
 
 /* What rows of a batch have for one mix: h c and y c of 16 ranks. */
@@ -782,13 +633,66 @@ __device__ inline void mn_hyper_grad_ranks(mn_hyper_grad_smem &smem, const mn_hy
     }
 }
 
+/* z and g of eight rows of a warp's 32 lags, as left operands have them: of 16 lags l number i is
+ * of lag half i % 2 and row i / 2 of the thread's two. */
+struct mn_hyper_grad_tile {
+    float z[2][4], g[2][4];
+};
+
+/* Where a thread's numbers of a tile of rows lie: `lag` its first one. */
+template <bool by_position>
+struct mn_hyper_grad_place {
+    int64_t step;             // from row to row
+    int seen, rows, lag, row; // keys in front of the tile; its rows; the thread's first of eight
+
+    __device__ static int lag_of(int l, int i) {
+        return 16 * l + i % 2 * 8;
+    }
+
+    __device__ int64_t offset(int r0, int l, int i) const {
+        return (r0 + row + i / 2) * step + (by_position ? lag_of(l, i) : -lag_of(l, i));
+    }
+
+    __device__ bool sees(int r0, int l, int i) const {
+        const int r = r0 + row + i / 2;
+        return r < rows && lag + lag_of(l, i) <= seen + r;
+    }
+
+    /* Whether the warp's eight rows from r0 on see all of its lags: no question is asked then, so
+     * that all loads are on their way at once. */
+    __device__ bool whole(int r0, int lag0) const {
+        return r0 + 8 <= rows && lag0 + 31 <= seen + r0;
+    }
+
+    __device__ void load(mn_hyper_grad_tile &to, const float *z, const float *g, int r0,
+                         bool all) const {
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const bool inside = all || sees(r0, e / 4, e % 4);
+            const int64_t at = offset(r0, e / 4, e % 4);
+            to.z[e / 4][e % 4] = inside ? z[at] : 0.0f;
+            to.g[e / 4][e % 4] = inside ? g[at] : 0.0f;
+        }
+    }
+
+    __device__ void store(float *g, const float (&dz)[4], int r0, int l, bool all) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (all || sees(r0, l, i)) g[offset(r0, l, i)] = dz[i % 2 * 2 + i / 2];
+        }
+    }
+};
+
+/* A block has 128 lags of one mix and every n-th tile; the next eight rows are on their way while
+ * products of these are made. */
+template <bool by_position>
 __global__ static void __launch_bounds__(LAG_THREADS, 3)
 hyper_params_grad_mma_kernel(const __grid_constant__ mn_hyper_params k, float *partials,
                              int64_t n_partials) {
     __shared__ mn_hyper_grad_smem smem;
     const mn_call &c = k.p.call;
     const int mix = (int)blockIdx.y, head = mix % (int)c.H;
-    const bool second = mix >= c.Q, by_position = mn_hyper_by_position(k);
+    const bool second = mix >= c.Q;
     const int branch = second ? 2 : mix / (int)c.H, lane = threadIdx.x % 32;
     const int block0 = (int)blockIdx.x * LAG_THREADS, lag0 = block0 + threadIdx.x / 32 * 32;
     const mn_hyper_mix m = mn_hyper_mix_of(k, mix);
@@ -796,54 +700,46 @@ hyper_params_grad_mma_kernel(const __grid_constant__ mn_hyper_params k, float *p
     float *partial = partials + (blockIdx.z * (c.Q + c.H) + mix) * k.lags * (2 * k.ranks + 1);
     const float *in = second ? k.base : k.z[branch];
     float *out = second ? k.w : k.g[branch];
-    const int step = (int)k.s.row + (by_position ? 0 : 1);
     mn_hyper_grad_lags of[2];
 #pragma unroll
     for (int l = 0; l < 2; l++) of[l].load(k, m, partial, lag0 + 16 * l);
+    mn_hyper_grad_place<by_position> at;
+    at.step = k.s.row + (by_position ? 0 : 1), at.lag = lag0 + lane / 4, at.row = lane % 4 * 2;
 #pragma unroll 1
     for (int i = (int)blockIdx.z; i < k.s.n_tiles; i += (int)n_partials) {
         const mn_tile_span tile = mn_tile_at(k.s.call, MN_Q_BLOCK_ROWS, k.s.first + i);
-        const int seen = (int)(mn_keys_before(k.s.call) + tile.first), rows = (int)tile.n_rows;
-        if (seen + rows <= block0) continue;
-        __syncthreads();
-        mn_hyper_grad_ranks(smem, k, i, head, branch, rows);
-        __syncthreads();
-        const int64_t tile0 = mn_q_block_offset(k.s, i, head, 0) + (by_position ? 0 : seen);
+        at.seen = (int)(mn_keys_before(k.s.call) + tile.first), at.rows = (int)tile.n_rows;
+        if (at.seen + at.rows <= block0) continue;
+        const int64_t tile0 = mn_q_block_offset(k.s, i, head, 0) +
+                              (by_position ? at.lag : at.seen - at.lag);
         const float *from_z = in + tile0;
         float *from_g = out + tile0;
         /* Row r sees lags below seen + r + 1. */
+        int r0 = max(lag0 - at.seen, 0) / 8 * 8;
+        mn_hyper_grad_tile next;
+        at.load(next, from_z, from_g, r0, false);
+        __syncthreads();
+        mn_hyper_grad_ranks(smem, k, i, head, branch, at.rows);
+        __syncthreads();
 #pragma unroll 1
-        for (int r0 = max(lag0 - seen, 0) / 8 * 8; r0 < rows; r0 += 8) {
-            const int row = r0 + lane % 4 * 2;
-            float z[2][4], g[2][4];
-#pragma unroll
-            for (int e = 0; e < 8; e++) {
-                const int r = row + e % 4 / 2, lag = lag0 + e / 4 * 16 + e % 2 * 8 + lane / 4;
-                const int at = r * step + (by_position ? lag : -lag);
-                const bool sees = r < rows && lag <= seen + r;
-                z[e / 4][e % 4] = sees ? from_z[at] : 0.0f;
-                g[e / 4][e % 4] = sees ? from_g[at] : 0.0f;
-            }
+        for (; r0 < at.rows; r0 += 8) {
+            const mn_hyper_grad_tile x = next;
+            const bool all = at.whole(r0, lag0);
+            if (at.whole(r0 + 8, lag0)) at.load(next, from_z, from_g, r0 + 8, true);
+            else if (r0 + 8 < at.rows) at.load(next, from_z, from_g, r0 + 8, false);
 #pragma unroll
             for (int l = 0; l < 2; l++) {
                 float dz[4];
-                of[l].add(dz, z[l], g[l], smem, r0);
+                of[l].add(dz, x.z[l], x.g[l], smem, r0);
                 if (second) continue;
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int r = row + e / 2, lag = lag0 + l * 16 + e % 2 * 8 + lane / 4;
-                    const int at = r * step + (by_position ? lag : -lag);
-                    if (r < rows && lag <= seen + r) from_g[at] = dz[e % 2 * 2 + e / 2];
-                }
+                if (all) at.store(from_g, dz, r0, l, true);
+                else at.store(from_g, dz, r0, l, false);
             }
         }
     }
 #pragma unroll
     for (int l = 0; l < 2; l++) of[l].store(k, partial, lag0 + 16 * l);
 }
-
-/* Whether bf16 calls of up to 16 ranks go there. */
-static constexpr bool params_by_mma = true;
 
 /* ---- outputs --------------------------------------------------------------------------------- */
 
@@ -876,7 +772,8 @@ hyper_output_kernel(const __grid_constant__ mn_hyper_params k, mn_in y, mn_out g
 /* Work space of a call, in floats. */
 struct scratch {
     mn_hyper_params k;
-    int64_t max_tiles, matrix, n_matrices, params, rows, y, g_o, dk, dv, partials, n_partials, all;
+    int64_t max_tiles, matrix, n_matrices, params, pieces, rows, y, g_o, dk, dv;
+    int64_t partials, n_partials, all;
 };
 
 static bool workspace_of(scratch *to, const mn_hyper_args *p, bool backward) {
@@ -889,12 +786,15 @@ static bool workspace_of(scratch *to, const mn_hyper_args *p, bool backward) {
     const int64_t R = mn_max(k.has_params[0] ? c.R : 0, k.has_params[1] ? c.W : 0);
     k.ranks = mn_ceil_div(R, MN_HYPER_RANKS) * MN_HYPER_RANKS;
     k.lags = R > 0 ? (c.P + 3) / 4 * 4 : 0;
+    const bool by_mma = c.dtype == MN_BF16 && k.ranks == MN_HYPER_RANKS;
+    k.n_pieces = by_mma ? mn_ceil_div(c.P, PIECE_LAGS) : 0;
     k.row_floats = MN_HYPER_FIRST + 9 * k.ranks;
     to->n_matrices = k.branches * (backward ? 2 : 1) + (backward ? 2 : 0);
     k.s = mn_q_block_of(c, c.H, to->n_matrices, &to->max_tiles);
     to->n_partials = mn_min(mn_max(mn_tile_slots(c, MN_Q_BLOCK_ROWS), 1), (int64_t)MAX_PARTIALS);
     bool ok = mn_q_block_numel(&to->matrix, k.s, to->max_tiles) &&
               mn_mul_i64(&to->params, k.lags, (c.Q + c.H) * (2 * k.ranks + 1)) &&
+              mn_mul_i64(&to->pieces, k.n_pieces, (c.Q + c.H) * PIECE_FLOATS) &&
               mn_mul_i64(&to->rows, to->max_tiles * k.s.rows * c.H, k.row_floats) &&
               mn_mul_i64(&to->y, c.B * c.T, c.H * c.V) &&
               mn_mul_i64(&to->dk, c.B * c.L, c.Q * c.K) &&
@@ -902,7 +802,7 @@ static bool workspace_of(scratch *to, const mn_hyper_args *p, bool backward) {
               mn_mul_i64(&to->partials, to->params, to->n_partials);
     to->g_o = to->y;
     if (!backward) to->g_o = to->dk = to->dv = to->partials = 0;
-    const int64_t partials[] = { to->params, to->rows, to->y, to->g_o, to->dk, to->dv,
+    const int64_t partials[] = { to->params, to->pieces, to->rows, to->y, to->g_o, to->dk, to->dv,
                                  to->partials };
     to->all = 0;
     for (int i = 0; i < to->n_matrices; i++) ok = ok && mn_add_i64(&to->all, to->all, to->matrix);
@@ -910,6 +810,27 @@ static bool workspace_of(scratch *to, const mn_hyper_args *p, bool backward) {
         ok = ok && mn_add_i64(&to->all, to->all, (partial + 63) / 64 * 64 + 64);
     }
     return ok;
+}
+
+/* Rows of a strip by fwd or bwd, of which there are one by tensor cores for each number of branches
+ * and one for all other calls. */
+template <typename T>
+static void launch_rows(const mn_hyper_params &k, bool backward, cudaStream_t stream) {
+    const bool by_mma = mn_is_bf16<T>() && k.n_pieces > 0 && mn_device_props_current().major >= 8;
+    const int64_t each = by_mma ? (int)PIECE_ROWS : (int)MN_HYPER_ROWS;
+    const dim3 blocks((unsigned)mn_ceil_div(k.s.rows, each), (unsigned)k.p.call.H,
+                      (unsigned)k.s.n_tiles);
+    if (by_mma) {
+        const auto forward = k.branches == 2 ? hyper_rows_fwd_mma_kernel<2>
+                                             : hyper_rows_fwd_mma_kernel<1>;
+        const auto back = k.branches == 2 ? hyper_rows_bwd_mma_kernel<2>
+                                          : hyper_rows_bwd_mma_kernel<1>;
+        (backward ? back : forward)<<<blocks, PIECE_THREADS, 0, stream>>>(k);
+        return;
+    }
+    const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
+    const auto rows = backward ? hyper_rows_bwd_kernel<T> : hyper_rows_fwd_kernel<T>;
+    rows<<<blocks, MN_HYPER_THREADS, bytes, stream>>>(k);
 }
 
 static float *carve(float **at, int64_t count) {
@@ -929,6 +850,8 @@ static buffers carve_workspace(scratch *to, float *at, bool backward) {
     const mn_call &c = k.p.call;
     buffers s = {};
     k.params = carve(&at, to->params);
+    k.pieces = (uint4 *)carve(&at, to->pieces);
+    k.diagonal = (float *)k.pieces + to->pieces / PIECE_FLOATS * (PIECE_FLOATS - PIECE_LAGS);
     k.rows = carve(&at, to->rows);
     for (int b = 0; b < k.branches; b++) k.z[b] = carve(&at, to->matrix);
     k.base = backward ? carve(&at, to->matrix) : k.z[0];
@@ -949,10 +872,7 @@ static void q_block_forward(const mn_hyper_params &k, const buffers &to, cudaStr
     const mn_attn_operand<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
     const mn_q_block both = mn_q_block_both(k.s, k.branches, k.z[k.branches - 1] - k.z[0]);
     mn_attn_scores(both, k.z[0], q, key, c.K, 1.0f, stream);
-    const dim3 row_grid((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
-                     (unsigned)k.s.n_tiles);
-    const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
-    hyper_rows_fwd_kernel<T><<<row_grid, MN_HYPER_THREADS, bytes, stream>>>(k);
+    launch_rows<T>(k, false, stream);
     const mn_attn_operand<T> v = { k.p.v, 0, 1 };
     mn_attn_pv<false, T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
     const dim3 rows((unsigned)k.s.rows, (unsigned)c.H, (unsigned)k.s.n_tiles);
@@ -969,15 +889,14 @@ static void q_block_backward(const mn_hyper_params &k, const buffers &to, int64_
     q_block_forward<T>(k, to, stream);
     mn_attn_grad_kv<false, mn_is_bf16<T>()>(k.s, to.dv, 0, 1, k.w, g_o, c.V, stream);
     mn_attn_scores(k.s, k.w, g_o, v, c.V, 1.0f, stream);
-    const dim3 row_grid((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
-                     (unsigned)k.s.n_tiles);
-    const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
-    hyper_rows_bwd_kernel<T><<<row_grid, MN_HYPER_THREADS, bytes, stream>>>(k);
+    launch_rows<T>(k, true, stream);
     const dim3 lags((unsigned)mn_ceil_div(k.lags, LAG_THREADS), (unsigned)(c.Q + c.H),
                     (unsigned)n_partials);
-    const bool by_mma = params_by_mma && mn_is_bf16<T>() && k.ranks == MN_HYPER_RANKS &&
+    const bool by_mma = mn_is_bf16<T>() && k.ranks == MN_HYPER_RANKS &&
                         mn_device_props_current().major >= 8;
-    const auto params_grad = by_mma ? hyper_params_grad_mma_kernel : hyper_params_grad_kernel;
+    const auto by_lag = k.p.layout == 1 ? hyper_params_grad_mma_kernel<true>
+                                        : hyper_params_grad_mma_kernel<false>;
+    const auto params_grad = by_mma ? by_lag : hyper_params_grad_kernel;
     if (k.lags > 0) params_grad<<<lags, LAG_THREADS, 0, stream>>>(k, to.partials, n_partials);
     const mn_attn_operand<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
     const mn_q_block both = mn_q_block_both(k.s, k.branches, k.g[k.branches - 1] - k.g[0]);
@@ -1004,8 +923,13 @@ static int run(const mn_hyper_args *p, bool backward, float *shared, cudaStream_
     }
     buffers s = carve_workspace(&to, shared, backward);
     mn_hyper_params &k = to.k;
-    const dim3 lags((unsigned)mn_ceil_div(mn_max(c.P, 1), 128), (unsigned)(c.Q + c.H));
+    const dim3 lags((unsigned)mn_ceil_div(mn_max(c.P, 1), 128), (unsigned)(c.Q + c.H),
+                    (unsigned)mn_max(k.ranks, 1));
     if (k.lags > 0) hyper_params_by_lag_kernel<T><<<lags, 128, 0, stream>>>(k);
+    if (k.n_pieces > 0) {
+        const dim3 pieces((unsigned)mn_ceil_div(k.n_pieces * 32, 128), lags.y, PIECE_KINDS);
+        hyper_pieces_kernel<<<pieces, 128, 0, stream>>>(k);
+    }
     if (backward) {
         if (!p->grad.k.data) s.dk.data = NULL;
         if (!p->grad.v.data) s.dv.data = NULL;

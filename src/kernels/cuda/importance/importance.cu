@@ -634,6 +634,7 @@ importance_gate_scan_kernel(const __grid_constant__ mn_importance_args p, const 
                             workspace to,
                   float *dips, int64_t n_blocks, int64_t n_rows) {
     __shared__ gate_scan_smem r;
+    mn_pdl_launch_dependents();
     const place at = place::of(p, blockIdx.x);
     const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
     const gate_scan<Block> along = { partials_of<Block>(p, to, at, n_rows, n_blocks, 0),
@@ -986,9 +987,9 @@ static int reduce_partials(const mn_importance_args *p, const workspace &at, con
     const dim3 blocks = blocks_of(call, by);
     int code = reduce_groups<T>(p->grad.v, p->grad.b, at.at[SUMS], call, by, stream);
     if (code == cudaSuccess && !by.serialized) {
+        const bool beside_gates = by.mma_path && blocks.z == 1;    // and behind nothing else
         code = mn_cell_reduce_partials<T>(p->grad.k, p->grad.q, at.at[KEY_PARTS], blocks.x, call,
-                                          call->H,
-                                   call->K, stream);
+                                          call->H, call->K, stream, beside_gates);
     }
     if (code == cudaSuccess && n_rows > 0 && p->grad.g.data && !by.mma_path) {
         const store_gate_grads put = { p->grad.g, call->T, call->H };

@@ -27,6 +27,7 @@
 #include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/importance/importance_mma.cuh"
 #include "kernels/cuda/prim/sync.cuh"
+#include "kernels/cuda/prim/tma.cuh"
 
 namespace mneme::importance::mma_path {
 
@@ -49,10 +50,22 @@ struct alignas(16) grad_view {
         packed = packs && between == row_stride ? left & ~3 : 0;
     }
 
+    /* What packs need, in one read of shared memory. */
+    struct alignas(16) head {
+        T *first;
+        unsigned row_stride;
+        int packed;
+    };
+
+    __device__ __forceinline__ head packs() const {
+        return *(const head *)this;
+    }
+
     /* Token t's; zeros where there are none. */
     __device__ __forceinline__ void get(float (&x)[4], unsigned t, int i) const {
-        if (i < packed) {
-            mn_cell_load(x, first + (uint64_t)t * row_stride + i);
+        const head rows = packs();
+        if (i < rows.packed) {
+            mn_cell_load(x, rows.first + (uint64_t)t * rows.row_stride + i);
             return;
         }
 #pragma unroll
@@ -66,8 +79,9 @@ struct alignas(16) grad_view {
 
     /* Those of them that there are. */
     __device__ __forceinline__ void put(const float (&x)[4], unsigned t, int i) const {
-        if (i < packed) {
-            mn_store<4>(first + (uint64_t)t * row_stride + i, 0, x);
+        const head rows = packs();
+        if (i < rows.packed) {
+            mn_store<4>(rows.first + (uint64_t)t * rows.row_stride + i, 0, x);
             return;
         }
 #pragma unroll
@@ -107,6 +121,15 @@ struct launch_slice {
     __device__ bool is_active() const {
         return slice == ALL || (int)(diagonal ? blockIdx.x ^ blockIdx.z : blockIdx.x) == slice;
     }
+
+    /* Whether dk and dq are added to those of the blocks before, and whether these are the last
+     * ones; dv and db. An argument of the kernel answers at once, shared memory would not. */
+    __device__ bool accumulates() const { return slice > 0; }
+    __device__ bool is_last() const { return slice == (int)gridDim.x - 1; }
+    __device__ bool accumulates_lines() const { return diagonal && accumulates(); }
+    __device__ bool is_last_lines() const {
+        return gridDim.z == 1 || (diagonal && is_last());
+    }
 };
 
 /* Where a block's gradients go: dk and dq as parts, dv and db too where blocks share the slots.
@@ -116,8 +139,6 @@ struct launch_slice {
 struct grad_targets {
     grad_view<float> key_partials[2], line_partials[2];    // of dq and dk; of dv and db
     grad_view<mn_bf16> keys[2], lines[2];
-    bool accumulates, is_last;                // keys: to the blocks before it; is the last one
-    bool accumulates_lines, is_last_lines;    // dv and db
     float2 *gates;       // of the sequence's first token
     float *along;        // of its first tile
     unsigned token_stride, tile_stride;
@@ -142,9 +163,6 @@ struct grad_targets {
         gates = parts.gates, token_stride = (unsigned)H;
         along = parts.along, tile_stride = (unsigned)parts.tile_stride;
         scale = (float)p.scale, ip = at.ip;
-        accumulates = now.slice > 0, is_last = now.slice == (int)gridDim.x - 1;
-        accumulates_lines = now.diagonal && accumulates,
-            is_last_lines = gridDim.z == 1 || (now.diagonal && is_last);
         for (int i = 0; i < 2; i++) {
             // dk comes first
             key_partials[i].open(key + (1 - i) * K, Block::slot0(), K, H * 2 * K);
@@ -159,12 +177,13 @@ struct grad_targets {
 
 /* What warps exchange of a chunk: sums over their slots or columns of dq and dk, of dv and
  * -db, and lanes' sums of pull mu over cells, of token t those whose number is t more than a
- * multiple of 4. */
+ * multiple of 4 (warps are a bank apart). Of a tile: lanes' shares of S in front of it. */
 template <typename Block>
 struct alignas(16) chunk_smem {
     float keys[Block::ACROSS][2][HALF][Block::SLOTS + PAD];
     float lines[Block::GROUPS][2][HALF][Block::COLUMNS + PAD];
-    float spread[Block::WARPS][HALF / 4][32];
+    float spread[Block::WARPS][HALF / 4 * 32 + 1];
+    float starts[Block::WARPS][32];
 };
 
 /* The lane's share of a product with ones: depths 2 c and 2 c + 1 of column g. */
@@ -195,11 +214,14 @@ struct bwd_smem {
         in[1].open();
         if (threadIdx.x < 32) ones[threadIdx.x] = identity();
         if (threadIdx.x != 0) return;
-        mn_mbarrier_init(&full[0], producer_warps<Block>::THREADS);
-        mn_mbarrier_init(&full[1], producer_warps<Block>::THREADS);
+        mn_mbarrier_init(&full[0], producer_warps<Block>::THREADS + 1);    // and the state
+        mn_mbarrier_init(&full[1], producer_warps<Block>::THREADS + 1);
         mn_mbarrier_init(&sums_full, Block::THREADS);
         mn_mbarrier_init(&sums_empty, Block::THREADS / 2);
         mn_mbarrier_init(&left, Block::THREADS / 2);
+#if __CUDA_ARCH__ >= 900
+        mn_mbarrier_init_fence();
+#endif
     }
 };
 
@@ -349,8 +371,8 @@ __device__ __forceinline__ void chunk_bwd(chunk_acc &sums, state_frag &adj, stat
         unsigned ones = one;
         token_adjoint now;
         float reads[2][4];
-        along.template advance<RESCALE>(c, first + t);
-        along.pull(reads, first + t);
+        along.template advance<RESCALE>(c, t, first);
+        along.pull(reads, t);
         sum[t % 4] = now.read(sums, t, c, reads, cot);
         if (t % 2 == 1) {
             float two[2] = { sum[t % 4 - 1], sum[t % 4] };
@@ -387,7 +409,7 @@ __device__ __forceinline__ void store_sums(chunk_smem<Block> &r, const chunk_acc
         r.lines[group][1][t][across * GROUP + at] = sums.db[i];
     }
 #pragma unroll
-    for (int i = 0; i < HALF / 4; i++) r.spread[thread / 32][i][lane] = sums.spread[i];
+    for (int i = 0; i < HALF / 4; i++) r.spread[thread / 32][i * 32 + lane] = sums.spread[i];
 }
 
 /* What a warp makes of a token from all warps' sums: half of the lanes have dq or dv, the others dk
@@ -405,9 +427,10 @@ struct token_sums {
     }
 
     /* Asks for what the blocks before have of it. */
-    __device__ __forceinline__ static void prefetch_l2(const grad_targets &to, unsigned token) {
-        if (to.accumulates) to.key_partials[kind()].prefetch_l2(token, first());
-        if (to.accumulates_lines) to.line_partials[kind()].prefetch_l2(token, first());
+    __device__ __forceinline__ static void prefetch_l2(const grad_targets &to, launch_slice now,
+                                                       unsigned token) {
+        if (now.accumulates()) to.key_partials[kind()].prefetch_l2(token, first());
+        if (now.accumulates_lines()) to.line_partials[kind()].prefetch_l2(token, first());
     }
 
     /* Sums over the parts of one kind at token t of the chunk, of four neighbours. */
@@ -423,27 +446,28 @@ struct token_sums {
     }
 
     /* dq or dk. */
-    __device__ __forceinline__ static void put_keys(const bwd_smem<Block> &r, float over,
-                                                    int row, unsigned token) {
+    __device__ __forceinline__ static void put_keys(const bwd_smem<Block> &r, launch_slice now,
+                                                    float over, int row, unsigned token) {
         const grad_view<float> &part = r.to.key_partials[kind()];
         float x[4] = {}, before[4] = {};
-        if (r.to.accumulates) part.get(before, token, first());
+        if (now.accumulates()) part.get(before, token, first());
         add(x, r.chunk.keys, row % HALF);
         const float by = kind() == 0 ? r.to.scale : over;
 #pragma unroll
         for (int i = 0; i < 4; i++) x[i] = 0.0f + before[i] + x[i] * by;
-        if (r.to.is_last) r.to.keys[kind()].put(x, token, first());
+        if (now.is_last()) r.to.keys[kind()].put(x, token, first());
         else part.put(x, token, first());
     }
 
     /* dv or db; returns this lane's part of v'dv + b'db. */
     __device__ __forceinline__ static float put_lines(const bwd_smem<Block> &r,
+                                                      launch_slice now,
                                                       const tile_stage<Block,
                                                           BACKWARD_PASS> &staged,
                                                       float over, int row, unsigned token) {
         const grad_view<float> &part = r.to.line_partials[kind()];
         float x[4] = {}, before[4] = {}, gate_grad = 0.0f;
-        if (r.to.accumulates_lines) part.get(before, token, first());
+        if (now.accumulates_lines()) part.get(before, token, first());
         add(x, r.chunk.lines, row % HALF);
         const uint2 own = staged.columns[kind()].get(row, first());
         const float inputs[4] = { low_half(own.x), high_half(own.x), low_half(own.y),
@@ -455,7 +479,7 @@ struct token_sums {
             gate_grad = fmaf(inputs[i], x[i], gate_grad);
             x[i] = 0.0f + before[i] + x[i];
         }
-        if (r.to.is_last_lines) r.to.lines[kind()].put(x, token, first());
+        if (now.is_last_lines()) r.to.lines[kind()].put(x, token, first());
         else part.put(x, token, first());
         return gate_grad;
     }
@@ -466,18 +490,18 @@ struct token_sums {
         float sum = 0.0f;
 #pragma unroll
         for (int warp = 0; warp < Block::WARPS; warp += 4) {    // eight lanes of each have it
-            sum += r.spread[warp + lane / 8][t / 4][lane % 8 * 4 + t % 4];
+            sum += r.spread[warp + lane / 8][t / 4 * 32 + lane % 8 * 4 + t % 4];
         }
         return sum;
     }
 
-    __device__ __forceinline__ static void put(const bwd_smem<Block> &r,
+    __device__ __forceinline__ static void put(const bwd_smem<Block> &r, launch_slice now,
                                                const tile_stage<Block, BACKWARD_PASS> &staged,
                                                    int row,
                                                unsigned token) {
         const float over = staged.g.over[row];
-        put_keys(r, over, row, token);
-        const float gate_grad = put_lines(r, staged, over, row, token);
+        put_keys(r, now, over, row, token);
+        const float gate_grad = put_lines(r, now, staged, over, row, token);
         float both[2] = { gate_grad, spread(r.chunk, row % HALF) * over };
         mn_cell_reduce_half<1>(both, 16);    // lanes of the lower half, and of the upper one
 #pragma unroll
@@ -488,6 +512,17 @@ struct token_sums {
     }
 };
 
+/* S in front of a tile to what the scan of gates reads, from the shares of two warps: half of its
+ * WARPS places, zeros to the others. */
+template <typename Block>
+__device__ __forceinline__ void store_gate_start(const bwd_smem<Block> &r, int pair, int tile) {
+    const unsigned lane = thread_rematerialized() % 32;
+    const float(&shares)[Block::WARPS][32] = r.chunk.starts;
+    const float sum = mn_warp_sum(shares[2 * pair][lane] + shares[2 * pair + 1][lane]);
+    float *to = r.to.along + (uint64_t)(unsigned)tile * r.to.tile_stride + pair;
+    if (lane < 2) to[lane * (Block::WARPS / 2)] = lane == 0 ? sum : 0.0f;
+}
+
 /* Whether this warp is one of those that put a chunk's gradients, and its token of the tile. */
 template <typename Block>
 __device__ __forceinline__ bool has_row(int &row, int chunk) {
@@ -496,16 +531,17 @@ __device__ __forceinline__ bool has_row(int &row, int chunk) {
     return row / HALF == chunk;
 }
 
-/* The gradients of a chunk's tokens from all warps' sums, once they have stored them. `first`: the
- * tile's first token, `n_rows`: of those from there on. */
+/* The gradients of a chunk's tokens from all warps' sums, once they have stored them, and with the
+ * first chunk, which comes last, S in front of the tile. `first`: the tile's first token, `n_rows`: of those from there on. */
 template <typename Block>
-__device__ __forceinline__ void store_chunk(bwd_smem<Block> &r,
+__device__ __forceinline__ void store_chunk(bwd_smem<Block> &r, launch_slice now,
                                           const tile_stage<Block, BACKWARD_PASS> &staged, int chunk,
                                           int first, int n_rows) {
     int row;
     if (!has_row<Block>(row, chunk)) return;
     mn_mbarrier_wait(&r.sums_full, chunk ^ 1);
-    if (row < n_rows) token_sums<Block>::put(r, staged, row, (unsigned)(first + row));
+    if (row < n_rows) token_sums<Block>::put(r, now, staged, row, (unsigned)(first + row));
+    if (chunk == 0) store_gate_start<Block>(r, row, first / TOKENS);
     mn_mbarrier_arrive(&r.sums_empty);
     if (chunk == 0) mn_mbarrier_arrive(&r.left);
 }
@@ -547,33 +583,29 @@ __device__ float store_state0_grads(const state_frag &adj, const mn_importance_a
     return p.imp0.data ? 0.0f : sum;
 }
 
-/* S in front of the tile, from the state there and its adjoint, without sum C times ip: each warp's
- * part of it. */
-__device__ __forceinline__ void store_gate_start(const grad_targets &to, const state_frag &adj,
-                                                 const state_frag &c,
-                                          int tile) {
-    float sum = 0.0f;
+/* S in front of the tile, from the state there and its adjoint, without sum C times ip: each lane's
+ * share of it. */
+__device__ __forceinline__ float gate_start_share(float ip, const state_frag &adj,
+                                                  const state_frag &c) {
+    float sums[4] = {};
 #pragma unroll
     for (int i = 0; i < 8; i++) {
+        float &sum = sums[i % 4];
         sum = fmaf(adj.M[i / 4][i % 4], c.M[i / 4][i % 4], sum);
-        sum = fmaf(-adj.I[i / 4][i % 4], c.I[i / 4][i % 4] - to.ip, sum);
+        sum = fmaf(-adj.I[i / 4][i % 4], c.I[i / 4][i % 4] - ip, sum);
     }
-    sum = mn_warp_sum(sum);
-    if (threadIdx.x % 32 != 0) return;
-    to.along[(uint64_t)(unsigned)tile * to.tile_stride + threadIdx.x / 32] = sum;
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-/* Four numbers of each thread, SETS times, from memory to shared memory: a thread reads what
- * it has loaded itself. */
+/* Asks for the state in front of a tile, by one thread: it is there when the tile is. */
 template <typename Block>
 __device__ __forceinline__ void load_state(bwd_smem<Block> &r, int turn, int tile) {
-    float4(&to)[SETS][Block::THREADS] = r.states[turn];
-    const auto &from = r.from;
-    const unsigned thread = thread_rematerialized();
-    const uint64_t states = (uint64_t)(unsigned)tile * from.between;
-    const float *at = from.states + states * (SETS * SET_STRIDE<Block>) + thread * 4;
-#pragma unroll
-    for (int i = 0; i < SETS; i++) cp_async_16(&to[i][thread], at + i * SET_STRIDE<Block>);
+#if __CUDA_ARCH__ >= 900
+    const uint64_t states = (uint64_t)(unsigned)tile * r.from.between;
+    mn_mbarrier_arrive_expect_tx(&r.full[turn], sizeof(r.states[turn]));
+    mn_tma_load_1d(r.states[turn], r.from.states + states * (SETS * SET_STRIDE<Block>),
+                   sizeof(r.states[turn]), &r.full[turn]);
+#endif
 }
 
 /* The adjoints behind the last tile, from the state in front of it; returns this thread's part of
@@ -593,47 +625,52 @@ __device__ __forceinline__ float init_last_tile(state_frag &adj, state_frag end,
 /* A tile back: `adj` from behind it to in front of it. `third`: its room of what came; the one
  * before was that of the tile behind. */
 template <typename Block>
-__device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, int third, int turn,
+__device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, launch_slice now, int third, int turn,
                                           int tile, int length, const float *front) {
-    const token_scan<Block, BACKWARD_PASS> along(r.in[turn]);
+    token_scan<Block, BACKWARD_PASS> along(r.in[turn]);
     const tile_stage<Block, BACKWARD_PASS> &staged = r.staged[third];
     state_frag c;
     c.load(front, SET_STRIDE<Block>);
     adj.times(r.in[turn].rest);
+    const bool has_heads = r.in[turn].heads != 0;
     along.pass(c, 0, HALF);
+    along.move(HALF);
 #pragma unroll 1
-    for (int chunk = 1; chunk >= 0; chunk--) {
+    for (int chunk = 1; chunk >= 0; chunk--, along.move(-HALF)) {
         chunk_acc sums;
         const unsigned one = r.ones[threadIdx.x % 32];
         const int from = third - chunk, first = (tile + chunk) * TOKENS;    // of the chunk behind
         const auto midway = [&]() {
             if (first >= length) return;
-            store_chunk<Block>(r, r.staged[from < 0 ? 2 : from], chunk ^ 1, first, length - first);
+            store_chunk<Block>(r, now, r.staged[from < 0 ? 2 : from], chunk ^ 1, first, length - first);
         };
         int row;
-        if (r.to.accumulates && has_row<Block>(row, chunk ^ 1) && first + row < length) {
-            token_sums<Block>::prefetch_l2(r.to, (unsigned)(first + row));
+        if (now.accumulates() && has_row<Block>(row, chunk ^ 1) && first + row < length) {
+            token_sums<Block>::prefetch_l2(r.to, now, (unsigned)(first + row));
         }
         if (chunk == 0) c.load(front, SET_STRIDE<Block>);
-        if (r.in[turn].heads == 0) {
+        if (!has_heads) {
             chunk_bwd<Block, false>(sums, adj, c, staged, chunk * HALF, one, along, midway);
         } else {
             chunk_bwd<Block, true>(sums, adj, c, staged, chunk * HALF, one, along, midway);
+        }
+        if (chunk == 0) {
+            const unsigned thread = thread_rematerialized();
+            c.load(front, SET_STRIDE<Block>);
+            r.chunk.starts[thread / 32][thread % 32] = gate_start_share(r.to.ip, adj, c);
         }
         mn_mbarrier_wait(&r.sums_empty, chunk);
         store_sums<Block>(r.chunk, sums);
         mn_mbarrier_arrive(&r.sums_full);
     }
-    c.load(front, SET_STRIDE<Block>);
-    store_gate_start(r.to, adj, c, tile);
 }
 
 /* The sixteen warps' way. `turn`, `third`: which shared memory the next tile has; `phase`: of its
  * being ready. */
 template <typename Block>
 __device__ __forceinline__ void consumer_loop(bwd_smem<Block> &r, const mn_importance_args &p,
-                                          const workspace &to, int64_t n_rows) {
-    typedef tile_loader<Block, BACKWARD_PASS, producer_warps<Block>> loader;
+                                          const workspace &to, launch_slice now,
+                                          int64_t n_rows) {
     int turn = 0, third = 0, phase = 0;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
@@ -641,27 +678,23 @@ __device__ __forceinline__ void consumer_loop(bwd_smem<Block> &r, const mn_impor
         state_frag adj;
         float behind = 0.0f;    // this thread's part of sum C behind the last token
         meet(BAR_ALL, Block::THREADS + producer_warps<Block>::THREADS);
-        if (n_tiles > 0) {
-            load_state(r, turn, n_tiles - 1);
-        } else {
+        if (n_tiles == 0) {
             load_first<Block, false>(adj, p, at);
             init_adjoint<Block>(adj, state_frag(adj), p, at);
         }
         for (int i = n_tiles - 1; i >= 0; i--) {
             const float *front = (const float *)&r.states[turn][0][thread_rematerialized()];
-            loader::wait();    // for the state in front, by who uses it
-            if (i > 0) load_state(r, turn ^ 1, i - 1);
             mn_mbarrier_wait(&r.full[turn], phase);
             if (i == n_tiles - 1) {
                 state_frag end;
                 end.load(front, SET_STRIDE<Block>);
                 behind = init_last_tile<Block>(adj, end, r.in[turn], p, at);
             }
-            tile_bwd<Block>(adj, r, third, turn, i, length, front);
+            tile_bwd<Block>(adj, r, now, third, turn, i, length, front);
             phase ^= turn, turn ^= 1;
             third = third == 2 ? 0 : third + 1;
         }
-        if (n_tiles > 0) store_chunk<Block>(r, r.staged[third == 0 ? 2 : third - 1], 0, 0, length);
+        if (n_tiles > 0) store_chunk<Block>(r, now, r.staged[third == 0 ? 2 : third - 1], 0, 0, length);
         float first = mn_warp_sum(store_state0_grads<Block>(adj, p, at));
         behind = mn_warp_sum(behind);
         if (threadIdx.x % 32 == 0) r.reduce[threadIdx.x / 32] = first;
@@ -704,13 +737,13 @@ __device__ __forceinline__ void producer_loop(bwd_smem<Block> &r, const mn_impor
         }
         r.to.template open<Block>(p, to, at, now, n_rows);
         meet(BAR_ALL, Block::THREADS + producer_warps<Block>::THREADS);
-        next::share(r.from, r.staged[0]);
         if (n_tiles > 0) next::fetch(r.staged[third], r.from, n_tiles - 1, length);
         for (int i = n_tiles - 1; i >= 0; i--) {
             const int after = third == 2 ? 0 : third + 1;
             next::wait();
             meet(BAR_PRODUCERS, next::THREADS);
             if (i + 2 < n_tiles) mn_mbarrier_wait(&r.left, turn);
+            if (next::is_first()) load_state(r, turn, i);
             if (i > 0) next::fetch(r.staged[after], r.from, i - 1, length);
             next::put(r.in[turn], r.staged[third], r.to.scale);
             mn_mbarrier_arrive(&r.full[turn]);
@@ -739,7 +772,7 @@ importance_bwd_kernel(const __grid_constant__ mn_importance_args p, const gates 
 #if MN_HAS_WGMMA
         mn_setmaxnreg_inc<112>();
 #endif
-        consumer_loop<Block>(r, p, to, n_rows);
+        consumer_loop<Block>(r, p, to, now, n_rows);
     }
 }
 

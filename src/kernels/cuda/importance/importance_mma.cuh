@@ -14,6 +14,7 @@
 #define MN_KERNELS_CUDA_IMPORTANCE_IMPORTANCE_MMA_CUH
 
 #include "kernels/cuda/importance/importance.cuh"
+#include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::importance::mma_path {
@@ -98,7 +99,7 @@ struct all_warps {
     static constexpr int THREADS = Block::THREADS;
 
     __device__ static unsigned own() {
-        return thread_rematerialized();
+        return thread_rematerialized() % THREADS;
     }
 };
 
@@ -106,8 +107,9 @@ template <typename Block>
 struct producer_warps {
     static constexpr int THREADS = 128;
 
-    __device__ static unsigned own() {
-        return thread_rematerialized() - Block::THREADS;
+    __device__ static unsigned own() {    // masked: the compiler then knows how large it gets
+        static_assert(Block::THREADS % THREADS == 0, "they begin at a multiple of their number");
+        return thread_rematerialized() % THREADS;
     }
 };
 
@@ -361,36 +363,46 @@ enum { VALUE_FACTOR, WRITE_FACTOR, COT_FACTOR };     // of columns
  *   slots     k / A    k^2 / A    (1 - a) ip / A    scale q    in two parts
  *   columns   v        b          1                 do         twice
  *
- * Words of four neighbours lie in the order 0, 2, 1, 3, so that a lane's two rows are together. */
+ * Words of four neighbours lie in the order 0, 2, 1, 3, so that a lane's two rows are together.
+ *
+ * Half a warp reads eight words of each row at a time, rows being 8 banks apart. The last word and
+ * zeros have copies, of which one lies in banks that these reads leave free. */
 template <int COUNT, int N_ROWS>
 struct alignas(16) factors {
     static constexpr int PITCH = COUNT + PAD, LAST = N_ROWS * PITCH;
+    static constexpr int COPIES = N_ROWS == 3 ? 4 : 2, BETWEEN = 32 / COPIES;
     struct alignas(16) {
-        unsigned at[LAST + (N_ROWS - 1) * PAD];    // neighbours in time meet no bank twice
+        unsigned at[LAST + (N_ROWS == 3 ? 32 : 24)];    // tokens are 8 or 24 banks apart
     } tokens[TOKENS];
 
     __device__ const unsigned *row(int number, int base) const {
         return tokens[0].at + number * PITCH + base + 2 * row_lane();
     }
 
+    /* The copy for a lane whose rows begin at `base`. */
+    __device__ const unsigned *last(int base) const {
+        const int bank = base + row_lane() / 4 * 8;
+        return tokens[0].at + LAST + (N_ROWS == 3 ? bank % 32 : (bank + 8) % 32 / 16 * 16);
+    }
+
     /* A lane's share of the rows of a product, of 16 neighbours from `base` on. */
     __device__ const unsigned *rows(int base) const {
         if (column_lane() < 2) return row(column_lane(), base);
-        return N_ROWS == 3 && column_lane() == 3 ? row(2, base) : tokens[0].at + LAST;
+        return N_ROWS == 3 && column_lane() == 3 ? row(2, base) : last(base);
     }
 
     /* Of its columns, for M', for I' and for what is read. */
     __device__ const unsigned *mean(int base) const {
-        return column_lane() == 0 ? row(0, base) : tokens[0].at + LAST + 2;
+        return column_lane() == 0 ? row(0, base) : last(base) + 2;
     }
 
     __device__ const unsigned *weight(int base) const {
-        return column_lane() == 1 ? row(1, base) : tokens[0].at + LAST + (column_lane() & 1) * 2 +
+        return column_lane() == 1 ? row(1, base) : last(base) + (column_lane() & 1) * 2 +
                                                        (column_lane() == 0) * 2;
     }
 
     __device__ const unsigned *read(int base) const {
-        return column_lane() == 3 ? row(2, base) : tokens[0].at + LAST + 2;
+        return column_lane() == 3 ? row(2, base) : last(base) + 2;
     }
 
     /* Of four tokens, one for each depth. */
@@ -409,12 +421,18 @@ struct alignas(16) factors {
     }
 
     __device__ void store_last(int t, unsigned x) {
-        *(uint2 *)(tokens[t].at + LAST) = make_uint2(x, x);
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) {
+            *(uint2 *)(tokens[t].at + LAST + i * BETWEEN) = make_uint2(x, x);
+        }
     }
 
     __device__ void clear() {
         if (threadIdx.x < TOKENS) {
-            *(uint2 *)(tokens[threadIdx.x].at + LAST + 2) = make_uint2(0, 0);
+#pragma unroll
+            for (int i = 0; i < COPIES; i++) {
+                *(uint2 *)(tokens[threadIdx.x].at + LAST + i * BETWEEN + 2) = make_uint2(0, 0);
+            }
         }
     }
 };
@@ -462,28 +480,38 @@ __device__ __forceinline__ void cp_async_16(void *to, const void *from) {
 
 /* Rows of a tensor of which a block takes some columns. */
 struct alignas(16) stream {
-    const mn_bf16 *first;    // at the sequence's first token
-    int64_t ws;           // its tokens
-    int left;                // how many columns there are from the block's first on
-    bool packs;              // whether COPY_VEC of them may be copied at once
+    const char *first;    // at the sequence's first token
+    unsigned pitch;       // bytes between its tokens, where any are copied
+    int copied;           // how many columns may be copied, COPY_VEC of them at once
+    int64_t stride;       // its tokens
+    int left;             // how many columns there are from the block's first on
 
     __device__ void open(const mn_in &view, const place &at, int64_t base, int64_t count) {
         const mn_bf16 *row = mn_row<mn_bf16>(view, at.span.b, at.span.t0, at.h);
-        first = row ? row + base : nullptr;
-        ws = view.stride[1];
+        first = (const char *)(row ? row + base : nullptr);
+        stride = view.stride[1];
         left = row ? (int)min(count - base, (int64_t)1 << 30) : 0;
-        packs = ((uintptr_t)first | (uintptr_t)(ws * (int64_t)sizeof(mn_bf16))) % 16 == 0;
+        const uint64_t bytes = (uint64_t)stride * sizeof(mn_bf16);
+        const bool packs = ((uintptr_t)first | bytes) % 16 == 0 && bytes <= UINT32_MAX;
+        copied = packs ? left / COPY_VEC * COPY_VEC : 0;
+        pitch = (unsigned)bytes;
     }
 
-    /* Whether COPY_VEC numbers from `column` on may be copied at once. */
-    __device__ bool copies(int column) const {
-        return packs && left - column >= COPY_VEC && ws * TOKENS <= UINT32_MAX;
+    /* What is copied, in one read of shared memory. */
+    struct alignas(16) head {
+        const char *first;
+        unsigned pitch;
+        int copied;
+    };
+
+    __device__ __forceinline__ head copies() const {
+        return *(const head *)this;
     }
 
-    /* Those of `token` from `column` on that there are; zeros in place of others, and of all where
-     * `token` is none. */
-    __device__ __noinline__ void put(mn_bf16 *to, int token, bool exists, int column) const {
-        const mn_bf16 *row = first + token * ws + column;
+    /* COPY_VEC numbers of `token` from `column` on, of those that there are; zeros in place of
+     * others, and of all where `token` is none. */
+    __device__ void put(mn_bf16 *to, int token, bool exists, int column) const {
+        const mn_bf16 *row = (const mn_bf16 *)first + token * stride + column;
 #pragma unroll 1
         for (int n = 0; n < COPY_VEC; n++) {
             to[n] = exists && column + n < left ? row[n] : mn_bf16(0.0f);
@@ -491,28 +519,18 @@ struct alignas(16) stream {
     }
 };
 
-/* COPY_VEC numbers that a thread brings for each tile: those of the first tile, and where they go.
- * */
-struct alignas(16) piece {
-    enum { APART = 128 };    // more than rows that are copied at once
-
-    const mn_bf16 *first;
-    unsigned short to, column;    // in bytes; in numbers
-    unsigned char row, kind;
-};
-
-/* Where tiles come from, in shared memory: threads have no registers to spare for it. */
-template <int KINDS, int N_COPIES>
+/* Where tiles come from, in shared memory. */
+template <int KINDS>
 struct sources {
     stream of[KINDS];
-    unsigned ws[KINDS];    // tiles of it, where pieces are copied at once
-    piece pieces[N_COPIES];
     const gates *decays;    // of the sequence's first tile
     const float *states;    // in front of it, of the block's first thread
     unsigned heads, between;    // between tiles of gates, and of states (states of blocks)
 };
 
-/* Loads tiles, and makes their factors once copies have been waited for by the whole block. */
+/* Loads tiles, and makes their factors once copies have been waited for by the whole block. What
+ * a thread brings and makes is a place among its fellows that is the same in each tile, plus
+ * constants: tiles are whole multiples of the threads. */
 template <typename Block, pass PASS, typename Threads = all_warps<Block>>
 struct tile_loader {
     static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
@@ -522,16 +540,11 @@ struct tile_loader {
     static constexpr int SLOT_KINDS_SPLIT = BACK ? 2 : 1;    // into factors
     static constexpr int N_COPIES = SLOT_KINDS * SLOT_COPIES + COLUMN_KINDS * COLUMN_COPIES;
     static constexpr int THREADS = Threads::THREADS, EACH = (N_COPIES + THREADS - 1) / THREADS;
-    static constexpr int UNROLL = BACK ? 1 : EACH + 4;    // short code where registers are few
     typedef tile_stage<Block, PASS> smems;
-    typedef sources<SLOT_KINDS + COLUMN_KINDS, N_COPIES> sources;
+    typedef sources<SLOT_KINDS + COLUMN_KINDS> sources;
 
     __device__ static bool is_first() {
         return Threads::own() == 0;
-    }
-
-    __device__ __forceinline__ static unsigned loader_thread() {
-        return Threads::own();
     }
 
     /* By the first thread; the others see it behind the next barrier. */
@@ -544,58 +557,67 @@ struct tile_loader {
         from.of[SLOT_KINDS].open(p.v, at, v0, V);
         from.of[SLOT_KINDS + 1].open(p.b, at, v0, V);
         if (BACK) from.of[SLOT_KINDS + 2].open(p.cot.o, at, v0, V);
-        for (int i = 0; i < SLOT_KINDS + COLUMN_KINDS; i++) {
-            from.ws[i] = (unsigned)(from.of[i].ws * TOKENS);
-        }
         from.heads = (unsigned)p.call.H;
         from.decays = all + mn_cell_first_slot(p.call, at.n, TOKENS) * p.call.H + at.h;
     }
 
-    /* What this thread brings, once sources are open to all. */
-    __device__ static void share(sources &from, smems &to) {
-#pragma unroll
-        for (int n = 0; n < EACH; n++) {
-            int i = n * THREADS + (int)Threads::own();
-            if ((n + 1) * THREADS > N_COPIES && i >= N_COPIES) continue;
-            piece &own = from.pieces[i];
-            const bool slots = i < SLOT_KINDS * SLOT_COPIES;
-            if (!slots) i -= SLOT_KINDS * SLOT_COPIES;
-            const int pieces = slots ? SLOT_COPIES : COLUMN_COPIES, across = pieces / TOKENS;
-            own.kind = i / pieces + (slots ? 0 : SLOT_KINDS);
-            const int row = i % pieces / across;
-            own.column = i % across * COPY_VEC;
-            const mn_bf16 *smem = slots ? to.slots[own.kind].at[row] :
-                                          to.columns[own.kind - SLOT_KINDS].at[row];
-            own.to = (unsigned short)((const char *)(smem + own.column) - (const char *)&to);
-            const stream &of = from.of[own.kind];
-            own.row = row + (of.copies(own.column) ? 0 : piece::APART);
-            own.first = of.first + row * of.ws + own.column;
+    /* COPY_VEC numbers of a row, and where they go. */
+    struct piece {
+        mn_bf16 *to;
+        const stream *of;
+        int row, column;
+
+        __device__ __forceinline__ static piece at(smems &to, const sources &from, unsigned i) {
+            constexpr unsigned OF_SLOTS = SLOT_KINDS * SLOT_COPIES;
+            constexpr unsigned WIDE = SLOT_COPIES / TOKENS, NARROW = COLUMN_COPIES / TOKENS;
+            if (i < OF_SLOTS) {
+                const unsigned kind = i / SLOT_COPIES, row = i % SLOT_COPIES / WIDE;
+                const unsigned column = i % WIDE * COPY_VEC;
+                return { &to.slots[kind].at[row][column], &from.of[kind], (int)row, (int)column };
+            }
+            const unsigned own = i - OF_SLOTS, kind = own / COLUMN_COPIES;
+            const unsigned row = own % COLUMN_COPIES / NARROW, column = own % NARROW * COPY_VEC;
+            return { &to.columns[kind].at[row][column], &from.of[SLOT_KINDS + kind], (int)row,
+                     (int)column };
         }
-    }
+    };
 
     /* Tile `index` of a sequence of `length` tokens; nothing behind its end. */
     __device__ __forceinline__ static void fetch(smems &to, const sources &from, int index,
                                                  int length) {
         const int t0 = index * TOKENS, n_rows = min(length - t0, (int)TOKENS);
-        const unsigned thread = loader_thread();
+        const unsigned thread = Threads::own();
         if (n_rows <= 0) return;
         const unsigned part = thread - (THREADS - 32);    // the last warp has less to load
         if (part < sizeof(gates) / 16) {
             const gates *g = from.decays + (unsigned)index * from.heads;
             cp_async_16((char *)&to.g + part * 16, (const char *)g + part * 16);
         }
-#pragma unroll UNROLL
+        bool all = true;
+#pragma unroll
         for (int n = 0; n < EACH; n++) {
             const unsigned i = n * THREADS + thread;
             if ((n + 1) * THREADS > N_COPIES && i >= N_COPIES) continue;
-            const piece own = from.pieces[i];
-            char *smem = (char *)&to + own.to;
-            if (own.row < n_rows) {
-                cp_async_16(smem, own.first + (uint64_t)(unsigned)index * from.ws[own.kind]);
-            } else {
-                const int row = own.row % piece::APART;
-                from.of[own.kind].put((mn_bf16 *)smem, t0 + row, row < n_rows, own.column);
-            }
+            const piece own = piece::at(to, from, i);
+            const stream::head rows = own.of->copies();
+            const bool copies = own.row < n_rows && own.column < rows.copied;
+            const uint64_t row = (uint64_t)(unsigned)(t0 + own.row) * rows.pitch;
+            const char *at = rows.first + row + own.column * sizeof(mn_bf16);
+            if (copies) cp_async_16(own.to, at);
+            all = all && copies;
+        }
+        if (!all) put_others(to, from, t0, n_rows);
+    }
+
+    /* What cannot be copied as packs. */
+    __device__ __noinline__ static void put_others(smems &to, const sources &from, int t0,
+                                                   int n_rows) {
+#pragma unroll 1
+        for (unsigned i = Threads::own(); i < N_COPIES; i += THREADS) {
+            const piece own = piece::at(to, from, i);
+            const bool exists = own.row < n_rows;
+            if (exists && own.column < own.of->copied) continue;
+            own.of->put(own.to, t0 + own.row, exists, own.column);
         }
     }
 
@@ -603,27 +625,47 @@ struct tile_loader {
         asm volatile("cp.async.wait_all;" ::: "memory");
     }
 
+    /* What this thread has asked for since the last one is a group. */
+    __device__ static void commit() {
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+
+    /* For all groups but the last `LEFT`. */
+    template <int LEFT>
+    __device__ static void wait_but() {
+        asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+    }
+
     /* The factors of a tile that has come: a thread has 4 neighbours of a kind. */
     __device__ static void put(tile<Block, PASS> &to, const smems &staged, float scale) {
         constexpr int SLOT_QUADS = Block::SLOTS / 4 * TOKENS, QUADS = Block::COLUMNS / 4 * TOKENS;
-        const unsigned thread = loader_thread();
-#pragma unroll UNROLL
-        for (int n = 0; n < SLOT_KINDS_SPLIT * SLOT_QUADS; n += THREADS) {
-            const unsigned i = n + thread, at = i % SLOT_QUADS;
-            const unsigned row = at / (Block::SLOTS / 4), slot = at % (Block::SLOTS / 4) * 4;
-            if (i < SLOT_QUADS) put_keys(to, staged, row, slot);
-            else if constexpr (BACK) {
-                if (i < 2 * SLOT_QUADS) store_queries(to, staged, row, slot, scale);
-            }
+        static_assert(SLOT_QUADS % THREADS == 0 && COLUMN_KINDS * QUADS % THREADS == 0, "no rest");
+        const unsigned thread = Threads::own();
+        constexpr int SLOT_SHARES = SLOT_KINDS_SPLIT * SLOT_QUADS / THREADS;
+        constexpr int SHARES = COLUMN_KINDS * QUADS / THREADS, PER_SLOT = Block::SLOTS / 4;
+        constexpr int PER_COLUMN = Block::COLUMNS / 4;
+        uint2 of_slots[SLOT_SHARES], of_columns[SHARES];    // reads do not pass writes by themselves
+#pragma unroll
+        for (int n = 0; n < SLOT_SHARES; n++) {
+            const unsigned i = n * THREADS % SLOT_QUADS + thread, kind = n * THREADS / SLOT_QUADS;
+            of_slots[n] = staged.slots[kind].get(i / PER_SLOT, i % PER_SLOT * 4);
         }
-#pragma unroll UNROLL
-        for (int n = 0; n < COLUMN_KINDS * QUADS; n += THREADS) {    // last threads first
-            const unsigned i = n + THREADS - 1 - thread, own = i % QUADS;
-            const unsigned t = own / (Block::COLUMNS / 4), column = own % (Block::COLUMNS / 4) * 4;
-            if (i >= COLUMN_KINDS * QUADS) continue;
-            if (i < QUADS) store_columns(to, staged.columns[0], VALUE_FACTOR, t, column);
-            else if (i < 2 * QUADS) store_columns(to, staged.columns[1], WRITE_FACTOR, t, column);
-            else if constexpr (BACK) store_columns(to, staged.columns[2], COT_FACTOR, t, column);
+#pragma unroll
+        for (int n = 0; n < SLOT_SHARES; n++) {
+            const unsigned i = n * THREADS % SLOT_QUADS + thread;
+            const unsigned row = i / PER_SLOT, slot = i % PER_SLOT * 4;
+            if (n * THREADS < SLOT_QUADS) put_keys(to, of_slots[n], staged.g.over[row], row, slot);
+            else if constexpr (BACK) store_queries(to, of_slots[n], row, slot, scale);
+        }
+#pragma unroll
+        for (int n = 0; n < SHARES; n++) {
+            const unsigned i = n * THREADS + thread, own = i % QUADS;
+            of_columns[n] = staged.columns[i / QUADS].get(own / PER_COLUMN, own % PER_COLUMN * 4);
+        }
+#pragma unroll
+        for (int n = 0; n < SHARES; n++) {
+            const unsigned i = n * THREADS + thread, own = i % QUADS;
+            store_columns(to, of_columns[n], i / QUADS, own / PER_COLUMN, own % PER_COLUMN * 4);
         }
         if (thread < TOKENS) {
             to.slots.store_last(thread, staged.g.fresh[thread]);
@@ -634,12 +676,10 @@ struct tile_loader {
     }
 
 private:
-    __device__ __forceinline__ static void put_keys(tile<Block, PASS> &to, const smems &staged,
-                                                    int t,
-                                                    int slot) {
+    __device__ __forceinline__ static void put_keys(tile<Block, PASS> &to, uint2 keys, float over,
+                                                    int t, int slot) {
         float x[4];
-        unpack_bf16(x, staged.slots[0].get(t, slot));
-        const float over = staged.g.over[t];
+        unpack_bf16(x, keys);
         unsigned key[4], weight[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -651,11 +691,11 @@ private:
         to.slots.put(t, WEIGHT_FACTOR, slot, weight);
     }
 
-    __device__ __forceinline__ static void store_queries(tile<Block, PASS> &to, const smems &staged,
-                                                       int t, int slot, float scale) {
+    __device__ __forceinline__ static void store_queries(tile<Block, PASS> &to, uint2 queries,
+                                                         int t, int slot, float scale) {
         float x[4];
         unsigned query[4];
-        unpack_bf16(x, staged.slots[1].get(t, slot));
+        unpack_bf16(x, queries);
 #pragma unroll
         for (int i = 0; i < 4; i++) query[i] = split(scale * x[i]);
         to.slots.put(t, QUERY_FACTOR, slot, query);
@@ -666,10 +706,8 @@ private:
         x[2] = low_half(pairs.y), x[3] = high_half(pairs.y);
     }
 
-    __device__ __forceinline__ static void store_columns(tile<Block, PASS> &to,
-                                                       const rows_of<Block::COLUMNS> &from,
-                                                       int number, int t, int column) {
-        const uint2 x = from.get(t, column);
+    __device__ __forceinline__ static void store_columns(tile<Block, PASS> &to, uint2 x, int number,
+                                                         int t, int column) {
         const unsigned pairs[4] = { broadcast_low(x.x), broadcast_high(x.x), broadcast_low(x.y),
                                     broadcast_high(x.y) };
         to.columns.put(t, number, column, pairs);
@@ -686,6 +724,24 @@ struct token_scan {
     const tile<Block, PASS> &in;
     const unsigned *rows, *mean, *weight, *read;
 
+    /* Words from a tile's beginning to what a lane reads of it: places that the compiler keeps and
+     * does not make again for each tile. */
+    struct lane_places {
+        unsigned rows, mean, weight;
+    };
+
+    __device__ __forceinline__ lane_places places() const {
+        const unsigned *front = (const unsigned *)&in;
+        return { again((unsigned)(rows - front)), again((unsigned)(mean - front)),
+                 again((unsigned)(weight - front)) };
+    }
+
+    __device__ __forceinline__ token_scan(const tile<Block, PASS> &of, const lane_places &at)
+        : in(of) {
+        const unsigned *front = (const unsigned *)&in;
+        rows = front + at.rows, mean = front + at.mean, weight = front + at.weight;
+    }
+
     __device__ explicit token_scan(const tile<Block, PASS> &of) : in(of) {
         const unsigned warp = thread_rematerialized() / 32;
         const unsigned slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
@@ -695,10 +751,19 @@ struct token_scan {
         if constexpr (PASS == BACKWARD_PASS) read = in.columns.read(column);
     }
 
-    /* Token t. */
+    /* Tokens are counted from `by` more on. */
+    __device__ __forceinline__ void move(int by) {
+        constexpr int SLOT_WORDS = sizeof(in.slots) / TOKENS / sizeof(unsigned);
+        constexpr int COLUMN_WORDS = sizeof(in.columns) / TOKENS / sizeof(unsigned);
+        static_assert(!TRANS, "rows are slots");
+        rows += by * SLOT_WORDS;
+        mean += by * COLUMN_WORDS, weight += by * COLUMN_WORDS, read += by * COLUMN_WORDS;
+    }
+
+    /* Token t, or that one behind `front`. */
     template <bool RESCALE>
-    __device__ __forceinline__ void advance(state_frag &c, int t) const {
-        if (RESCALE && in.heads >> t & 1) c.times(in.step[t]);
+    __device__ __forceinline__ void advance(state_frag &c, int t, int front = 0) const {
+        if (RESCALE && in.heads >> (front + t) & 1) c.times(in.step[front + t]);
         const uint2 of_rows = TRANS ? column_factors::get(rows, t) : slot_factors::get(rows, t);
         const uint2 to_mean = TRANS ? slot_factors::get(mean, t) : column_factors::get(mean, t);
         const uint2 to_weight = TRANS ? slot_factors::get(weight, t) :
@@ -750,8 +815,10 @@ struct token_scan {
 template <typename Block>
 using fwd_loader = tile_loader<Block, FORWARD_PASS, producer_warps<Block>>;
 
-/* Tiles take turns: while one is scanned, the next one's factors are made, the one behind that is
- * on its way, and o of the one before leaves. Queries are read where they came to. */
+/* Tiles take turns: while one is scanned, the next one's factors are made and the one behind that
+ * is on its way. Queries are read where they came to. `full`: a tile can be scanned, and the sums
+ * of the one that had its place before have left; `left`: each warp has scanned it. Warps do not
+ * wait for each other, so that those of a scheduler are in different places of a tile. */
 template <typename Block>
 struct fwd_smem {
     static constexpr int PITCH = Block::COLUMNS + 4;
@@ -759,7 +826,40 @@ struct fwd_smem {
     tile_stage<Block, FORWARD_PASS> staged[3];
     typename fwd_loader<Block>::sources from;
     alignas(16) float out[2][Block::GROUPS][TOKENS][PITCH];
+    uint64_t full[2], left[2];
+
+    /* By the first threads. */
+    __device__ void open() {
+        in[0].open();
+        in[1].open();
+        if (threadIdx.x != 0) return;
+        for (int i = 0; i < 2; i++) {
+            mn_mbarrier_init(&full[i], producer_warps<Block>::THREADS);
+            mn_mbarrier_init(&left[i], Block::WARPS);
+        }
+    }
 };
+
+/* mn_mbarrier_wait on machines before 9.0, too, where a wait is a question asked again and again. */
+__device__ __forceinline__ void wait_for_phase(const uint64_t *mbar, int phase) {
+#if __CUDA_ARCH__ >= 900
+    mn_mbarrier_wait(mbar, phase);
+#elif __CUDA_ARCH__ >= 800
+    asm volatile("{\n\t.reg .pred done;\n"
+                 "again:\n\t"
+                 "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n\t"
+                 "@!done bra again;\n\t}" ::"r"(mn_smem_addr(mbar)), "r"(phase) : "memory");
+#endif
+}
+
+/* Which place a block's tile number n has among two, and which phase of it that is. */
+__device__ __forceinline__ int tile_turn(unsigned n) {
+    return n % 2;
+}
+
+__device__ __forceinline__ int tile_phase(unsigned n) {
+    return n / 2 % 2;
+}
 
 /* Forward, M' and I' are counted in 1 / FORWARD_UNIT, so that A is as far from overflow
  * as from underflow.
@@ -795,13 +895,15 @@ __device__ __forceinline__ bool can_share_rcp(const state_frag &c) {
     return __all_sync(0xffffffffu, least >= MIN_PAIRED && most <= MAX_PAIRED);
 }
 
-/* o of a tile, the sums over a warp's 16 slots of it. PLAIN: it has no heads, and can_share_rcp. */
+/* o of a tile, the sums over a warp's 16 slots of it, to `out`. PLAIN: it has no heads, and
+ * can_share_rcp. */
 template <typename Block, bool PLAIN>
-__device__ __forceinline__ void tile_forward(state_frag &c, fwd_smem<Block> &r,
-                                             int turn, const uint2 (&queries)[2]) {
-    const token_scan<Block, FORWARD_PASS> along(r.in[turn]);
-    const int column = Block::column();
-#pragma unroll 1
+__device__ __forceinline__ void tile_forward(state_frag &c, float *out,
+                                             const token_scan<Block, FORWARD_PASS> &along,
+                                             const uint2 (&queries)[2]) {
+    constexpr int PITCH = fwd_smem<Block>::PITCH;
+    const float rest = along.in.rest;
+#pragma unroll(PLAIN ? 2 : 1)
     for (int first = 0; first < TOKENS; first += HALF) {
         const uint2 q = first == 0 ? queries[0] : queries[1];
         float sums[4];
@@ -818,22 +920,21 @@ __device__ __forceinline__ void tile_forward(state_frag &c, fwd_smem<Block> &r,
             mma_k16_column(sums, factor, q, t);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int t = first + 2 * column_lane() + i % 2;
-            r.out[turn][Block::group()][t][column + interleaved_row(i / 2)] = sums[i];
-        }
+        for (int i = 0; i < 4; i++) out[(first + i % 2) * PITCH + i / 2 * 2] = sums[i];
     }
-    c.times(r.in[turn].rest);
+    c.times(rest);
 }
 
 /* Where a producer thread puts its shares of o, four columns of a token each: into o or, where
  * blocks share the slots, into its part. */
 template <typename Block>
 struct output_writer {
-    enum { ACROSS = Block::COLUMNS / 4, APART = producer_warps<Block>::THREADS / ACROSS };
-    mn_bf16 *to;    // of its first token of the tile
-    float *part;
+    enum { ACROSS = Block::COLUMNS / 4, ROWS = producer_warps<Block>::THREADS / ACROSS };
+    enum { APART = ROWS < TOKENS ? ROWS : TOKENS };
+    char *to;         // its first token of the tile; nullptr: not wanted, or there is none
+    int64_t between;    // bytes between its tokens
     int inside;
+    float scale;
 
     __device__ static int column() { return (int)producer_warps<Block>::own() % ACROSS * 4; }
     __device__ static int row() { return (int)producer_warps<Block>::own() / ACROSS; }
@@ -841,30 +942,39 @@ struct output_writer {
     __device__ output_writer(const mn_importance_args &p, float *parts, const place &at,
                              int64_t n_rows) {
         const int64_t v = Block::column0() + column(), token = at.span.t0 + row();
-        const int64_t row = blockIdx.z * n_rows + (at.span.b * p.call.T + token) * p.call.H + at.h;
+        const int64_t place = blockIdx.z * n_rows + (at.span.b * p.call.T + token) * p.call.H + at.h;
+        mn_bf16 *o = mn_row<mn_bf16>(p.o, at.span.b, token, at.h);
         inside = (int)min(p.call.V - v, (int64_t)4);
-        part = gridDim.z > 1 ? parts + row * 2 * p.call.V + v : nullptr;
-        to = part ? nullptr : mn_row<mn_bf16>(p.o, at.span.b, token, at.h);
-        if (to) to += v;
+        scale = (float)p.scale;
+        if (row() >= TOKENS) {
+            to = nullptr, between = 0;
+        } else if (gridDim.z > 1) {
+            to = (char *)(parts + place * 2 * p.call.V + v);
+            between = APART * p.call.H * 2 * p.call.V * (int64_t)sizeof(float);
+        } else {
+            to = (char *)(o ? o + v : o);
+            between = APART * p.o.stride[1] * (int64_t)sizeof(mn_bf16);
+        }
     }
 
-    /* A tile's, and on by a tile. */
-    __device__ __forceinline__ void put(const mn_importance_args &p, const fwd_smem<Block> &r,
-                                        int n_rows, int turn) {
-        const int64_t stride = part ? p.call.H * 2 * p.call.V : p.o.stride[1];
-#pragma unroll 1
-        for (int t = row(); t < TOKENS; t += APART) {
+    /* A tile's, of which there are n_rows, and on by a tile. */
+    __device__ __forceinline__ void put(const fwd_smem<Block> &r, int n_rows, int turn) {
+        if (!to) return;
+#pragma unroll
+        for (int n = 0; n < TOKENS; n += APART) {
+            const int t = n + row();
             float x[4] = {};
 #pragma unroll
             for (int group = 0; group < Block::GROUPS; group++) {
                 mn_cell_add(x, &r.out[turn][group][t][column()]);
             }
 #pragma unroll
-            for (int i = 0; i < 4; i++) x[i] *= (float)p.scale;
-            if (part && t < n_rows) mn_cell_store(part, inside, x);
-            if (to && t < n_rows) mn_cell_store(to, inside, x);
-            if (part) part += APART * stride;
-            if (to) to += APART * stride;
+            for (int i = 0; i < 4; i++) x[i] *= scale;
+            if (t < n_rows) {
+                if (gridDim.z > 1) mn_cell_store((float *)to, inside, x);
+                else mn_cell_store((mn_bf16 *)to, inside, x);
+            }
+            to += between;
         }
     }
 };
@@ -884,58 +994,67 @@ __device__ void store_final_state(const state_frag &c, const mn_importance_args 
 
 enum { BAR_FWD_PRODUCERS = 1 };
 
-/* The producers' way through a sequence; all of the block meet before each tile and behind the last
- * one. */
+/* The producers' way through a sequence; `done`: tiles that the block has had before. */
 template <typename Block>
 __device__ __forceinline__ void fwd_produce(fwd_smem<Block> &r, const mn_importance_args &p,
                                             const place &at, const gates *decays, float *sums,
-                                            int64_t n_rows) {
+                                            int64_t n_rows, unsigned &done) {
     typedef fwd_loader<Block> next;
     const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
     output_writer<Block> to(p, sums, at, n_rows);
     const auto meet = []() { mn_named_barrier_sync(BAR_FWD_PRODUCERS, next::THREADS); };
     next::open(r.from, p, at, decays);
     meet();
-    next::share(r.from, r.staged[0]);
     next::fetch(r.staged[0], r.from, 0, length);
-    next::fetch(r.staged[1], r.from, 1, length);
-    next::wait();
-    meet();
-    if (n_tiles > 0) next::put(r.in[0], r.staged[0], 1.0f);
     for (int i = 0, third = 0; i < n_tiles; i++) {
-        const int after = third == 2 ? 0 : third + 1;
-        __syncthreads();
-        if (i + 1 < n_tiles) {
-            next::wait();
-            meet();
-            next::fetch(r.staged[after == 2 ? 0 : after + 1], r.from, i + 2, length);
-            next::put(r.in[~i & 1], r.staged[after], 1.0f);
-        }
-        if (i > 0) to.put(p, r, TOKENS, ~i & 1);
+        const unsigned n = done + i;
+        const int turn = tile_turn(n), after = third == 2 ? 0 : third + 1;
+        next::wait();
+        meet();
+        if (n >= 2) wait_for_phase(&r.left[turn], tile_phase(n - 2));
+        next::fetch(r.staged[after], r.from, i + 1, length);
+        next::put(r.in[turn], r.staged[third], 1.0f);
+        if (i >= 2) to.put(r, TOKENS, turn);
+        mn_mbarrier_arrive(&r.full[turn]);
         third = after;
     }
-    __syncthreads();
-    if (n_tiles > 0) to.put(p, r, length - (n_tiles - 1) * TOKENS, (n_tiles - 1) % 2);
+    for (int i = max(n_tiles - 2, 0); i < n_tiles; i++) {
+        const unsigned n = done + i;
+        wait_for_phase(&r.left[tile_turn(n)], tile_phase(n));
+        to.put(r, min(length - i * TOKENS, (int)TOKENS), tile_turn(n));
+    }
+    done += n_tiles;
 }
 
 /* That of the others. */
 template <typename Block>
 __device__ __forceinline__ void fwd_scan(fwd_smem<Block> &r, const mn_importance_args &p,
-                                         const place &at) {
+                                         const place &at, unsigned &done) {
     const int n_tiles = (int)mn_cell_tiles(at.span.length);
     const int slot = Block::slot() + 4 * column_lane();
+    const auto places = token_scan<Block, FORWARD_PASS>(r.in[0]).places();
+    const unsigned sums = again((unsigned)(
+        &r.out[0][Block::group()][2 * column_lane()][Block::column() + interleaved_row(0)] -
+        &r.out[0][0][0][0]));
+    const unsigned queries =
+        again((unsigned)(&r.staged[0].slots[1].at[row_lane()][slot] - &r.staged[0].slots[1].at[0][0]));
     state_frag c;
     load_first<Block, true>(c, p, at);
     c.times(FORWARD_UNIT);
     for (int i = 0, third = 0; i < n_tiles; i++, third = third == 2 ? 0 : third + 1) {
-        const int turn = i % 2;
-        __syncthreads();
-        const uint2 q[2] = { r.staged[third].slots[1].get(row_lane(), slot),
-                             r.staged[third].slots[1].get(row_lane() + HALF, slot) };
-        if (r.in[turn].heads == 0 && can_share_rcp(c)) tile_forward<Block, true>(c, r, turn, q);
-        else tile_forward<Block, false>(c, r, turn, q);
+        const unsigned n = done + i;
+        const int turn = tile_turn(n);
+        const token_scan<Block, FORWARD_PASS> along(r.in[turn], places);
+        float *const to = &r.out[turn][0][0][0] + sums;
+        wait_for_phase(&r.full[turn], tile_phase(n));
+        const auto &keys = r.staged[third].slots[1];
+        const mn_bf16 *const own = &keys.at[0][0] + queries;
+        const uint2 q[2] = { *(const uint2 *)own, *(const uint2 *)(own + HALF * keys.PITCH) };
+        if (r.in[turn].heads == 0 && can_share_rcp(c)) tile_forward<Block, true>(c, to, along, q);
+        else tile_forward<Block, false>(c, to, along, q);
+        mn_mbarrier_arrive_warp(&r.left[turn]);
     }
-    __syncthreads();
+    done += n_tiles;
     store_final_state<Block>(c, p, at);
 }
 
@@ -946,19 +1065,25 @@ importance_fwd_kernel(const __grid_constant__ mn_importance_args p, const gates 
                       float *sums, int64_t n_rows) {
     extern __shared__ float4 shared[];
     fwd_smem<Block> &r = *(fwd_smem<Block> *)shared;
-    const bool is_producer = threadIdx.x >= Block::THREADS;
-    r.in[0].open();
-    r.in[1].open();
+    r.open();
     __syncthreads();
+    unsigned done = 0;
+    /* Each role is one branch that begins with setmaxnreg: only then ptxas gives it its registers. */
+    const int64_t n_items = mn_n_spans(p.call) * p.call.H;
+    if (threadIdx.x >= Block::THREADS) {    // of 96 registers that each thread has, or 80
 #if MN_HAS_WGMMA
-    if (is_producer) mn_setmaxnreg_dec<Block::PER_PROCESSOR == 1 ? 64 : 48>();    // of 96 or 80
-    else mn_setmaxnreg_inc<Block::PER_PROCESSOR == 1 ? 104 : 96>();
+        mn_setmaxnreg_dec<Block::PER_PROCESSOR == 1 ? 64 : 48>();
 #endif
-    for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
-        const place at = place::of(p, item);
-        if (is_producer) fwd_produce<Block>(r, p, at, decays, sums, n_rows);
-        else fwd_scan<Block>(r, p, at);
-        __syncthreads();
+        for (int64_t item = blockIdx.y; item < n_items; item += gridDim.y) {
+            fwd_produce<Block>(r, p, place::of(p, item), decays, sums, n_rows, done);
+        }
+    } else {
+#if MN_HAS_WGMMA
+        mn_setmaxnreg_inc<Block::PER_PROCESSOR == 1 ? 104 : 96>();
+#endif
+        for (int64_t item = blockIdx.y; item < n_items; item += gridDim.y) {
+            fwd_scan<Block>(r, p, place::of(p, item), done);
+        }
     }
 }
 
@@ -971,10 +1096,12 @@ __device__ __forceinline__ void advance_tile(state_frag &c, const tile<Block, PA
     c.times(in.rest);
 }
 
+/* Tiles are asked for three ahead: beside the states that are written, memory takes its time. */
 template <typename Block>
 struct states_smem {
+    static constexpr int STAGES = 4;
     tile<Block, STATES_PASS> in[2];
-    tile_stage<Block, STATES_PASS> staged[2];
+    tile_stage<Block, STATES_PASS> staged[STAGES];
     typename tile_loader<Block, STATES_PASS>::sources from;
 };
 
@@ -1005,22 +1132,26 @@ importance_states_kernel(const __grid_constant__ mn_importance_args p, const gat
         state_frag c;
         load_first<Block, false>(c, p, at);
         __syncthreads();
-        next::share(r.from, r.staged[0]);
-        next::fetch(r.staged[0], r.from, 0, length);
-        next::fetch(r.staged[1], r.from, 1, length);
-        next::wait();
+        constexpr int STAGES = states_smem<Block>::STAGES;
+        for (int i = 0; i < STAGES - 1; i++) {
+            next::fetch(r.staged[i], r.from, i, length);
+            next::commit();
+        }
+        next::template wait_but<STAGES - 2>();
         __syncthreads();
         for (int i = 0; i < n_tiles; i++) {
             const int turn = i % 2;
             c.store(to, SET_STRIDE<Whole>);
             to += between;
             if (i + 1 == n_tiles) break;
-            next::put(r.in[turn], r.staged[turn], 1.0f);
-            next::wait();
+            next::put(r.in[turn], r.staged[i % STAGES], 1.0f);
+            next::template wait_but<STAGES - 3>();
             __syncthreads();
-            next::fetch(r.staged[turn], r.from, i + 2, length);
+            next::fetch(r.staged[(i + STAGES - 1) % STAGES], r.from, i + STAGES - 1, length);
+            next::commit();
             advance_tile<Block, STATES_PASS>(c, r.in[turn]);
         }
+        next::wait();
         __syncthreads();
     }
 }

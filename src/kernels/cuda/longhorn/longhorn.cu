@@ -282,8 +282,8 @@ static int mn_diag_launch(const mn_column_params &p, cudaStream_t on) {
 }
 
 template <typename T>
-static int mn_diag_backward(mn_column_params p, cudaStream_t on) {
-    if (diag::supported(p.call)) return diag::launch(p, on);
+static int mn_diag_backward(mn_column_params p, const diag::whole_grads &whole, cudaStream_t on) {
+    if (diag::supported(p.call)) return diag::launch(p, whole, on);
     p.vec_aligned = mn_columns_vec_aligned<T>(p, p.call.K <= 64 ? 2 : 4);
     return p.call.K <= 64 ? mn_diag_launch<T, 4>(p, on) : mn_diag_launch<T, 8>(p, on);
 }
@@ -452,8 +452,13 @@ static int backward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) 
     m.tokens = m.spans + extent.spans, m.partials = m.tokens + extent.tokens;
     m.cot_state = (const float *)p->cot.state.data, m.dstate0 = (float *)p->grad.state0.data;
     int code;
-    if (KIND == MN_COLUMNS_CELL && mn_diag_supported(c)) code = mn_diag_backward<T>(m, on);
-    else code = mn_columns_backward<T, KIND>(m, on);
+    if (KIND == MN_COLUMNS_CELL && mn_diag_supported(c)) {
+        const bool by_fours = fours<T>(p->grad.q, c.K) && fours<T>(p->grad.k, c.K);
+        code = mn_diag_backward<T>(m, { p->grad.q, p->grad.k, p->grad.beta, by_fours }, on);
+        if (diag::makes_whole(c)) return code;
+    } else {
+        code = mn_columns_backward<T, KIND>(m, on);
+    }
     if (code != cudaSuccess || size == 0) return code;
     return reduce_grads<T>(p, m.y, m.partials, on);
 }

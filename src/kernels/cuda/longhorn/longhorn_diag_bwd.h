@@ -13,8 +13,19 @@ bool supported(const mn_call &call);
 /* Floats of the states that it saves, which go to `spans` of the parameters. */
 bool saved_size(size_t *count, const mn_call &call);
 
-/* Leaves dq and dk in parts, dv, y and dstate0, as the kernels of recurrent/ do. */
-int launch(recurrent::mn_column_params p, cudaStream_t on);
+/* Gradients that are made there from all columns of a head; whether dq and dk are stored by
+ * fours. */
+struct whole_grads {
+    mn_out q, k, beta;
+    bool vec_aligned;
+};
+
+/* Whether it makes these, too. */
+bool makes_whole(const mn_call &call);
+
+/* Leaves dv and dstate0, and those gradients, or else dq and dk in parts and y as the kernels of
+ * recurrent/ do. */
+int launch(recurrent::mn_column_params p, const whole_grads &grads, cudaStream_t on);
 
 }    // namespace mneme::longhorn::diag
 

@@ -5,7 +5,7 @@
  * What a cell is multiplied with and what is added to it are outer products of a row's and a
  * column's number, so tensor cores compute both, and a multiplication is left for each cell:
  *
- *   C = 1 - W X'     S <- C . S + P K'
+ *   C = -W X'     S <- S + C . S + P K'
  *
  * where each entry of a factor is split into two numbers of bf16 (W of w, X of k^2, P of w v; k is
  * one), and products are added up in float32. One product of depth 8 holds both pairs: depths 0 to
@@ -14,14 +14,18 @@
  * of a product depends on its own row and column alone, so what is not finite goes no further than
  * it does cell by cell.
  *
- * o takes S cut to tf32, as products of depth 8: accumulators of a tile are a factor as they lie in
- * registers. (Rounded to bf16 it would miss where terms of o cancel.) A warp has 32 columns by 16
- * rows; warps along the rows leave parts of o in shared memory. Eight producer warps load a token
- * each of the next eight, make its factors, and store what the last eight read. */
+ * o: a lane adds up its own four rows in float32, and products with ones, of depth 4, what the four
+ * lanes of a quad have, cut to tf32. (Cells rounded to bf16 would miss where terms of o cancel.) A
+ * warp has 32 columns by 16 rows; warps along the rows leave parts of o in shared memory. Eight
+ * producer warps load a token each of the next eight, make its factors, and store what the last
+ * eight read. */
 #include "kernels/cuda/longhorn/longhorn_diag_fwd.h"
+
+#include "kernels/cuda/longhorn/longhorn_outer.cuh"
 
 namespace mneme::longhorn::diag_fwd {
 
+using namespace outer;
 using namespace recurrent;
 
 enum { GROUP = 8 };    // tokens of a stage, and warps that load them
@@ -49,64 +53,21 @@ struct alignas(16) token_record {
     unsigned queries[size::ROWS / 2];     // as they are in memory
 };
 
-/* Tokens, and what warps read of them as products leave it: of eight lanes the numbers of columns
- * 0, 0, 1, 1 of each tile's pair. */
+/* Tokens, and what warps read of them. */
 template <int ROW_WARPS, int COLUMN_WARPS>
 struct stage {
-    enum { PITCH = 48 };    // eight lanes that read two tiles meet no bank twice
     token_record<ROW_WARPS, COLUMN_WARPS> tokens[GROUP];
-    alignas(16) float out[GROUP][ROW_WARPS][COLUMN_WARPS][2][PITCH];
+    alignas(16) float out[GROUP][ROW_WARPS][sizes<ROW_WARPS, COLUMN_WARPS>::COLUMNS];
 };
 
 /* ---- products -------------------------------------------------------------------------------- */
 
-/* to = 1 + A b of depth 8 */
-__device__ __forceinline__ void mma_k8_one(float (&to)[4], unsigned a0, unsigned a1, unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+/* to = sums of A over its four columns, of float32 as tf32: what is behind ten bits is cut off. */
+__device__ __forceinline__ void mma_k4_sums(float (&to)[4], float upper, float lower) {
+    asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
         "{%7, %7, %7, %7};"
         : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
-        : "r"(a0), "r"(a1), "r"(b), "f"(1.0f));
-}
-
-/* sum += A b of depth 8 */
-__device__ __forceinline__ void mma_k8(float (&sum)[4], unsigned a0, unsigned a1, unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(b));
-}
-
-/* sum += A b of depth 8, of float32 as tf32: what is behind ten bits is cut off. */
-__device__ __forceinline__ void mma_k8_tf32(float (&sum)[4], const float (&a)[4],
-                                            const float (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
-          "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
-}
-
-/* A pair of bf16, the first number in the lower half. */
-__device__ __forceinline__ unsigned pair_of(float first, float second) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-}
-
-__device__ __forceinline__ float rounded(float x) {
-    return __uint_as_float(pair_of(0.0f, x));
-}
-
-/* Two numbers of bf16 whose sum is x. */
-__device__ __forceinline__ unsigned split(float x) {
-    const float high = rounded(x);
-    return pair_of(high, x - high);
-}
-
-__device__ __forceinline__ float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+        : "r"(__float_as_uint(upper)), "r"(__float_as_uint(lower)), "r"(0x3f800000), "f"(0.0f));
 }
 
 /* ---- cells ----------------------------------------------------------------------------------- */
@@ -197,37 +158,41 @@ struct token_frags {
 /* One token onto the cells. */
 template <typename Cells>
 __device__ __forceinline__ void advance(Cells &S, const token_frags &in) {
-    float kept[4][4];
+    float by[4][4];    // -w k^2
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-        mma_k8_one(kept[n], in.weights[n / 2 * 2], in.weights[n / 2 * 2 + 1], in.keys[n % 2]);
+        mma_k8_zero(by[n], in.weights[n / 2 * 2], in.weights[n / 2 * 2 + 1], in.keys[n % 2]);
     }
 #pragma unroll
     for (int n = 0; n < 4; n++) {
         float(&cell)[4] = S.at[n / 2][n % 2];
 #pragma unroll
-        for (int i = 0; i < 4; i++) cell[i] *= kept[n][i];
+        for (int i = 0; i < 4; i++) cell[i] = fmaf(by[n][i], cell[i], cell[i]);
         mma_k8(cell, in.writes[n / 2 * 2], in.writes[n / 2 * 2 + 1], in.keys[n % 2]);
     }
 }
 
-/* S'q of this warp's rows to its part. A lane's two rows of a tile are depths 0 to 3 and 4 to 7. */
+/* S'q of this warp's rows to its part: a lane leaves one of its quad's four columns. */
 template <typename Cells>
-__device__ __forceinline__ void read(float (&to)[2][48], const Cells &S, uint2 queries) {
-    const unsigned pairs[2] = { queries.x, queries.y };
+__device__ __forceinline__ void read(float *to, const Cells &S, uint2 queries) {
+    const float q[2][2] = {
+        { __uint_as_float(queries.x << 16), __uint_as_float(queries.x & 0xffff0000u) },
+        { __uint_as_float(queries.y << 16), __uint_as_float(queries.y & 0xffff0000u) }
+    };
+    float o[2][4];
 #pragma unroll
     for (int c = 0; c < 2; c++) {
-        float o[4] = {};
+        float own[2] = {};
 #pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
-            const float(&x)[4] = S.at[c][tile];
-            const float cells[4] = { x[0], x[2], x[1], x[3] };
-            const float q[2] = { __uint_as_float(pairs[tile] << 16),
-                                 __uint_as_float(pairs[tile] & 0xffff0000u) };
-            mma_k8_tf32(o, cells, q);
+        for (int n = 0; n < 8; n++) {
+            float &sum = own[n / 2 % 2];
+            sum = fmaf(S.at[c][n / 4][n % 4], q[n / 4][n % 2], sum);
         }
-        if (lane_pair() == 0) mn_store<4>(to[c], 4 * lane_row(), o);
+        mma_k4_sums(o[c], own[0], own[1]);
     }
+    const float first = lane_pair() % 2 ? o[0][2] : o[0][0];
+    const float last = lane_pair() % 2 ? o[1][2] : o[1][0];
+    *to = lane_pair() < 2 ? first : last;
 }
 
 /* ---- tokens ---------------------------------------------------------------------------------- */
@@ -279,9 +244,9 @@ struct prefetch {
         for (int n = 0; n < 4; n++) {
             const float x = k.at(n), square = x * x, first = rounded(square);
             norm = fmaf(x, x, norm);
-            high[n] = pair_of(first, first);
-            low[n] = pair_of(square - first, square - first);
-            key[n] = pair_of(x, x);
+            high[n] = bf16_pair(first, first);
+            low[n] = bf16_pair(square - first, square - first);
+            key[n] = bf16_pair(x, x);
         }
         norm = mn_warp_sum(norm);
         if (has_rows()) {    // rows 0, 2, 1, 3: tiles 0 and 1 of two numbers
@@ -306,24 +271,27 @@ __device__ __forceinline__ void store_out(const stage<ROW_WARPS, COLUMN_WARPS> &
                                           int64_t t) {
     typedef sizes<ROW_WARPS, COLUMN_WARPS> size;
     typedef prefetch<ROW_WARPS, COLUMN_WARPS> producer;
-    const int column = producer::first_column(), own = column % 32, token = producer::token();
+    const int column = producer::first_column(), token = producer::token();
     const int64_t j = at.tile * size::COLUMNS + column;
     if (t + token >= at.span.length) return;
-    float two[2] = {};
+    float sums[COLUMN_WARPS] = {};
 #pragma unroll
     for (int row_warp = 0; row_warp < ROW_WARPS; row_warp++) {
-        float x[4];
-        mn_load<4>(x, from.out[token][row_warp][column / 32][own / 2 % 2], own / 4 * 4);
-        two[0] += x[0], two[1] += x[2];
+        float x[COLUMN_WARPS];
+        mn_load<COLUMN_WARPS>(x, from.out[token][row_warp], column);
+#pragma unroll
+        for (int n = 0; n < COLUMN_WARPS; n++) sums[n] += x[n];
     }
     mn_bf16 *out = mn_row<mn_bf16>(p.out, at.span.b, at.span.t0 + t + token, at.h) + j;
-    if (COLUMN_WARPS == 1) {
-        if (j < p.call.V) mn_put(out, p.scale * (own % 2 ? two[1] : two[0]));
-    } else if (j + 1 < p.call.V && (uintptr_t)out % 4 == 0) {
-        *(unsigned *)out = pair_of(p.scale * two[0], p.scale * two[1]);
-    } else {
-        if (j < p.call.V) mn_put(out, p.scale * two[0]);
-        if (j + 1 < p.call.V) mn_put(out + 1, p.scale * two[1]);
+    if constexpr (COLUMN_WARPS == 2) {
+        if (j + 1 < p.call.V && (uintptr_t)out % 4 == 0) {
+            *(unsigned *)out = bf16_pair(p.scale * sums[0], p.scale * sums[1]);
+            return;
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < COLUMN_WARPS; n++) {
+        if (j + n < p.call.V) mn_put(out + n, p.scale * sums[n]);
     }
 }
 
@@ -364,8 +332,7 @@ __device__ __forceinline__ void scan(stage<ROW_WARPS, COLUMN_WARPS> *stages,
     for (unsigned group = 0; group < groups; group++) {
         __syncthreads();
         stage<ROW_WARPS, COLUMN_WARPS> &in = stages[group % 2];
-        float(*to)[2][stage<ROW_WARPS, COLUMN_WARPS>::PITCH] =
-            &in.out[0][S.row_warp()][S.column_warp()];
+        float *const to = &in.out[0][S.row_warp()][32 * S.column_warp() + threadIdx.x % 32];
         token_frags now;
         now.load(in.tokens[0], own);
 #pragma unroll
@@ -373,7 +340,7 @@ __device__ __forceinline__ void scan(stage<ROW_WARPS, COLUMN_WARPS> *stages,
             advance(S, now);
             const uint2 queries = now.queries;
             if (token + 1 < GROUP) now.load(in.tokens[token + 1], own);
-            read(to[token * ROW_WARPS * COLUMN_WARPS], S, queries);
+            read(to + token * ROW_WARPS * sizes<ROW_WARPS, COLUMN_WARPS>::COLUMNS, S, queries);
         }
     }
     __syncthreads();

@@ -1,8 +1,9 @@
 /* moebius.cuh - Kalman Linear Attention on GPUs, the parts that its kernels share: cells, the
  * numbers of a tile, chunks.
  *
- * Cells go by rays (projective coordinates), four tokens at a time; a warp for which one of its
- * rays does not hold does the tile again by lam and eta, as it does tiles that are not whole.
+ * Cells go by rays (projective coordinates), eight tokens at a time or, going back, four; a warp
+ * for which one of its rays does not hold does the tile again by lam and eta, as it does tiles that
+ * are not whole.
  *
  * A sequence longer than MIN_CHUNKED tokens goes by chunks of CHUNK, so that time too fills the
  * GPU: moebius_state_scan.cuh finds the state in front of each chunk first and, going back, the
@@ -11,6 +12,7 @@
 #define MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_CUH
 
 #include "kernels/cuda/prim/fmax.cuh"
+#include "kernels/cuda/prim/vec_load.cuh"
 #include "kernels/cuda/recurrent/cell_state.cuh"
 
 namespace mneme::moebius {
@@ -33,7 +35,7 @@ struct proj {
 };
 
 __device__ __forceinline__ proj proj_step(const proj &x, float a, float a2, float p, float pk,
-                                         float k, float v) {
+                                          float k, float v) {
     proj y;
     y.d = fmaf(p, x.n, a2 * x.d);
     const float gain = pk * y.d;
@@ -84,9 +86,8 @@ struct proj_grads {
 /* The adjoint w from behind the token that leads from x to y to in front of it. `to` adds up but
  * for k. */
 __device__ __forceinline__ void proj_token_bwd(proj &w, proj_grads &to, const proj &x,
-                                               const proj &y,
-                                             float a, float a2, float p, float prec, float k,
-                                             float v) {
+                                               const proj &y, float a, float a2, float p,
+                                               float prec, float k, float v) {
     const float pk = prec * k, gain = pk * y.d, to_gain = fmaf(k, w.n, v * w.e);
     const float to_pk = y.d * to_gain;
     to.v = fmaf(gain, w.e, to.v);
@@ -103,16 +104,20 @@ __device__ __forceinline__ void proj_token_bwd(proj &w, proj_grads &to, const pr
 
 /* The same of the adjoint alone. */
 __device__ __forceinline__ void proj_adjoint_bwd(proj &w, float a, float a2, float p, float prec,
-                                                 float k,
-                                          float v) {
+                                                 float k, float v) {
     w.d = fmaf(prec * k, fmaf(k, w.n, v * w.e), w.d);
     w.n = fmaf(p, w.d, w.n);
     w.d *= a2;
     w.e *= a;
 }
 
-enum { TOKENS = MN_CELL_TOKENS, SLOTS = MN_CELL_SLOTS, MIN_CHUNKED = 4096, CHUNK = 1024,
-       MAX_CHUNKS = 65535 };
+enum {
+    TOKENS = MN_CELL_TOKENS,
+    SLOTS = MN_CELL_SLOTS,
+    MIN_CHUNKED = 4096,
+    CHUNK = 1024,
+    MAX_CHUNKS = 65535
+};
 
 typedef mn_cell_block<1, 4, 1> block;
 
@@ -208,10 +213,11 @@ struct dynamics {
         return proj_step(x, a[j], a2[j], p[j], prec * k, k, v);
     }
 
-    __device__ proj_bound edge() const {
-        proj_bound e = proj_bound::of(a2[0], p[0], 4);
+    /* Of all cells, for so many tokens. */
+    __device__ proj_bound edge(int tokens) const {
+        proj_bound e = proj_bound::of(a2[0], p[0], tokens);
 #pragma unroll
-        for (int j = 1; j < SLOTS; j++) e = e.with(proj_bound::of(a2[j], p[j], 4));
+        for (int j = 1; j < SLOTS; j++) e = e.with(proj_bound::of(a2[j], p[j], tokens));
         return e;
     }
 };
@@ -227,33 +233,30 @@ __device__ __forceinline__ bool all_positive(const float (&prec)[4]) {
 enum { KEYS, QUERIES };
 enum { VALUES, PRECISIONS, MEAN_COTS, SPREAD_COTS };
 
-template <int N_KEYS, int N_LINES>
-struct stage {
+template <int N_KEYS, int N_LINES> struct stage {
     mn_cell_keys<block> keys[N_KEYS];
     mn_cell_columns<block> lines[N_LINES];
 };
 
 /* Those going back. FULL: with cotangents of yvar, or reads from the prior. */
-template <bool FULL>
-using lines_of = stage<2, FULL ? 4 : 3>;
+template <bool FULL> using lines_of = stage<2, FULL ? 4 : 3>;
 
 /* n numbers from memory to shared memory, or zeros, while the thread goes on. */
 template <int n>
 __device__ __forceinline__ void cp_async_zfill(float *to, const float *from, bool valid) {
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from),
-                 "n"(n * sizeof(float)), "r"(valid ? n * (int)sizeof(float) : 0) : "memory");
+                 "n"(n * sizeof(float)), "r"(valid ? n * (int)sizeof(float) : 0)
+                 : "memory");
 }
 
-/* WIDTH numbers of each token on their way to shared memory: numbers place, place + ACROSS, ... of
- * a token for each thread. Of float32 they go there by themselves; others wait in registers to be
- * converted. */
-template <typename T, int WIDTH>
-struct channel_loader {
+/* WIDTH numbers of each token on their way to shared memory, where they go by themselves: numbers
+ * place, place + ACROSS, ... of a token for each thread. */
+template <typename T, int WIDTH> struct channel_loader {
     typedef mn_cell_thread_map<WIDTH, block::THREADS> share;
-    const T *from;      // the thread's first number
-    int left;           // how many there are from it on
-    T x[share::EACH];   // of float32 nothing
+    static_assert(sizeof(T) == sizeof(float), "what needs no conversion");
+    const T *from;    // the thread's first number
+    int left;         // how many there are from it on
 
     __device__ static int place() {
         return threadIdx.x % share::ACROSS;
@@ -270,35 +273,85 @@ struct channel_loader {
         from += n_tokens * view.stride[1];
     }
 
-    template <typename Smem>
-    __device__ __forceinline__ void issue(Smem &to, int n_rows) {
+    template <typename Smem> __device__ __forceinline__ void issue(Smem &to, int n_rows) {
 #pragma unroll
         for (int n = 0; n < share::EACH; n++) {
             const bool valid = share::row() < n_rows && n * share::ACROSS < left;
             const T *at = from + n * share::ACROSS;
-            if constexpr (sizeof(T) == sizeof(float)) {
-                to.for_each_slot(share::row(), place() + n * share::ACROSS,
-                              [&](float *workspace) { cp_async_zfill<1>(workspace, at, valid); });
-            } else {
-                x[n] = valid ? *at : (T)0.0f;
-            }
+            to.for_each_slot(share::row(), place() + n * share::ACROSS,
+                             [&](float *workspace) { cp_async_zfill<1>(workspace, at, valid); });
         }
     }
 
-    template <typename Smem>
-    __device__ __forceinline__ void complete(Smem &to) const {
-#pragma unroll
-        for (int n = 0; n < share::EACH && sizeof(T) < sizeof(float); n++) {
-            to.for_each_slot(share::row(), place() + n * share::ACROSS,
-                          [&](float *workspace) { *workspace = mn_float(x[n]); });
-        }
+    template <typename Smem> __device__ __forceinline__ void complete(Smem &) const {
     }
 };
 
-template <typename T, int N_KEYS, int N_LINES>
-struct tile_prefetch {
+/* The same in bf16: EACH neighbours of one token for each thread wait in registers to be converted,
+ * one load where tensors are aligned for it. A warp stores numbers of slots of every other of four
+ * tokens at a time, and numbers of channels of two times EACH channels and all tokens: in different
+ * banks as mn_cell_keys and mn_cell_columns have them. */
+template <int WIDTH> struct channel_loader<mn_bf16, WIDTH> {
+    static constexpr int EACH = WIDTH * TOKENS / block::THREADS;
+    static constexpr bool OF_SLOTS = WIDTH == block::SLOTS;
+    static_assert(OF_SLOTS || (WIDTH == block::COLUMNS && 16 * WIDTH == block::THREADS * EACH),
+                  "slots or channels");
+    static_assert(OF_SLOTS ? EACH == 2 : EACH == 4, "what is stored together");
+    typedef typename mn_vec_bits<mn_bf16, EACH>::type pack;
+    pack x;
+    const mn_bf16 *from;    // the thread's first number
+    int left;               // how many of its numbers exist
+    bool packs;             // all or none of them, and aligned for one load
+
+    __device__ static int place() {
+        const int warp = threadIdx.x / 32;
+        return EACH * (OF_SLOTS ? threadIdx.x % 8 : 2 * warp + threadIdx.x % 2);
+    }
+
+    __device__ static int row() {
+        const int eighth = threadIdx.x / 8;
+        return OF_SLOTS ? (eighth & ~3) + eighth % 2 * 2 + eighth / 2 % 2 : threadIdx.x % 32 / 2;
+    }
+
+    __device__ void open(const mn_in &view, const mn_span &span, int64_t base, int64_t count) {
+        const int64_t i = base + place();
+        left = view.data ? (int)max(min(count - i, (int64_t)EACH), (int64_t)0) : 0;
+        from = (const mn_bf16 *)view.data + span.b * view.stride[0] +
+               (span.t0 + row()) * view.stride[1] + i;
+        const int64_t bytes = view.stride[1] * (int64_t)sizeof(mn_bf16);
+        packs = left == 0 || (left == EACH && ((uintptr_t)from | bytes) % sizeof(pack) == 0);
+    }
+
+    /* On by so many tokens. */
+    __device__ __forceinline__ void move(const mn_in &view, int64_t n_tokens) {
+        from += n_tokens * view.stride[1];
+    }
+
+    __device__ __forceinline__ void fetch_pack(int n_rows) {
+        x = {};
+        if (row() < n_rows && left > 0) x = *(const pack *)from;
+    }
+
+    __device__ __forceinline__ void fetch_each(int n_rows) {
+        mn_vec<mn_bf16, EACH> numbers = {};
+#pragma unroll
+        for (int n = 0; n < EACH; n++) {
+            if (row() < n_rows && n < left) numbers.at[n] = from[n];
+        }
+        memcpy(&x, &numbers, sizeof x);
+    }
+
+    template <typename Smem> __device__ __forceinline__ void complete(Smem &to) const {
+        float numbers[EACH];
+        mn_unpack_to(numbers, x);
+        to.put(row(), place(), numbers);
+    }
+};
+
+template <typename T, int N_KEYS, int N_LINES> struct tile_prefetch {
     channel_loader<T, block::SLOTS> keys[N_KEYS];
     channel_loader<T, block::COLUMNS> lines[N_LINES];
+    bool packs;    // of bf16: all loaders
 
     __device__ void open(const mn_moebius_args &p, const mn_span &span) {
         const int64_t s0 = block::slot0(), m0 = block::column0(), K = p.call.K, V = p.call.V;
@@ -308,6 +361,10 @@ struct tile_prefetch {
         lines[PRECISIONS].open(p.prec, span, m0, V);
         if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].open(p.cot.y, span, m0, V);
         if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].open(p.cot.yvar, span, m0, V);
+        if constexpr (sizeof(T) < sizeof(float)) {
+            packs = true;
+            for_each_loader([&](const auto &loader) { packs = packs && loader.packs; });
+        }
     }
 
     /* On by so many tokens. */
@@ -320,12 +377,26 @@ struct tile_prefetch {
         if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].move(p.cot.yvar, n_tokens);
     }
 
+    /* use(channel_loader) for all of them. */
+    template <typename F> __device__ __forceinline__ void for_each_loader(F use) {
+#pragma unroll
+        for (auto &loader : keys) use(loader);
+#pragma unroll
+        for (auto &loader : lines) use(loader);
+    }
+
     /* The tile of n_rows tokens from here on sets out for `to`, which no one uses. */
     __device__ __forceinline__ void issue(stage<N_KEYS, N_LINES> &to, int n_rows) {
+        if constexpr (sizeof(T) == sizeof(float)) {
 #pragma unroll
-        for (int i = 0; i < N_KEYS; i++) keys[i].issue(to.keys[i], n_rows);
+            for (int i = 0; i < N_KEYS; i++) keys[i].issue(to.keys[i], n_rows);
 #pragma unroll
-        for (int i = 0; i < N_LINES; i++) lines[i].issue(to.lines[i], n_rows);
+            for (int i = 0; i < N_LINES; i++) lines[i].issue(to.lines[i], n_rows);
+        } else if (packs) {
+            for_each_loader([&](auto &loader) { loader.fetch_pack(n_rows); });
+        } else {
+            for_each_loader([&](auto &loader) { loader.fetch_each(n_rows); });
+        }
     }
 
     /* And has arrived, behind a barrier. */
@@ -338,39 +409,83 @@ struct tile_prefetch {
     }
 };
 
-/* One kind of sums over slots on its way to memory, tile by tile: to its tensor or, where
- * blockIdx.z counts blocks of slots, to this block's part of `parts`. */
-template <typename T>
-struct output_writer {
-    typedef mn_cell_thread_map<block::COLUMNS, block::THREADS> share;
-    T *to;          // the thread's first number; NULL: to `part`, or nowhere
-    float *partial;
-    int64_t row_stride;
-    int left;       // how many there are from it on
+/* KINDS of sums over slots at the tokens of a tile: of each channel the part of each lane along the
+ * slots, as four tokens at a time leave it. A warp has all slots of its channels and so adds up
+ * what it left itself. Packs of four tokens change places by channel, and lanes lie four numbers
+ * further apart than their channels' tokens: eight lanes of a warp meet different banks, those of a
+ * put as those of a sum. */
+template <int KINDS> struct slot_sums {
+    static_assert(block::GROUPS == 1 && block::C == 1 && TOKENS == 16, "a warp's sums");
+    alignas(16) float at[KINDS][4][block::COLUMNS * TOKENS + 4];
 
-    __device__ void open(const mn_out &view, float *partials, int kind, const mn_call &call,
-                         const mn_span &span, int64_t first, int64_t n_rows) {
-        const int64_t m = block::column0() + share::place();
-        const int64_t t = span.t0 + first + share::row();
-        const bool split = gridDim.z > 1;
-        left = (int)max(min(call.V - m, (int64_t)share::EACH), (int64_t)0);
-        to = view.data && !split ? mn_row<T>(view, span.b, t, 0) + m : nullptr;
-        const int64_t row = blockIdx.z * n_rows + span.b * call.T + t;
-        partial = split ? partials + (row * 2 + kind) * call.V + m : nullptr;
-        row_stride = split ? 2 * call.V : view.stride[1];
+    __device__ __forceinline__ static int place(int column, int t) {
+        return column * TOKENS + (t ^ column / 2 % 4 * 4);
     }
 
-    /* A tile's, and on by so many tokens. */
-    __device__ __forceinline__ void put(const mn_cell_sums<block> &sums, int kind, int n_rows,
-                                        int64_t n_tokens) {
-        float x[share::EACH];
-        if (share::row() < n_rows) {
-            mn_cell_load(x, &sums.at[kind][0][share::row()][share::place()]);
-            if (to) mn_cell_store(to, left, x);
-            else if (partial) mn_cell_store(partial, left, x);
+    /* This thread's part at tokens t, t + 1, t + 2, t + 3; t is a multiple of 4. */
+    __device__ __forceinline__ void put(int kind, int t, const float (&x)[4]) {
+        mn_store<4>(at[kind][block::slot_lane()], place(block::column(0), t), x);
+    }
+
+    __device__ __forceinline__ void get(float (&x)[4], int kind, int column, int t) const {
+        mn_cell_load(x, at[kind][0] + place(column, t));
+#pragma unroll
+        for (int lane = 1; lane < 4; lane++) {
+            float more[4];
+            mn_cell_load(more, at[kind][lane] + place(column, t));
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[i] += more[i];
         }
-        if (to) to += n_tokens * row_stride;
-        if (partial) partial += n_tokens * row_stride;
+    }
+};
+
+/* One kind of them on its way to memory, tile by tile: to its tensor or, where blockIdx.z counts
+ * blocks of slots, to this block's part of `parts`. A thread has four tokens of a channel of its
+ * warp. */
+template <typename T> struct output_writer {
+    char *to;    // the thread's first number
+    int64_t row_bytes;
+    int first;    // its token in the tile; TOKENS if the channel has no place
+
+    __device__ static int column() {
+        return threadIdx.x / 32 * MN_CELL_LANES + threadIdx.x % MN_CELL_LANES;
+    }
+
+    __device__ static int row() {
+        return threadIdx.x % 32 / MN_CELL_LANES * 4;
+    }
+
+    __device__ void open(const mn_out &view, float *partials, int kind, const mn_call &call,
+                         const mn_span &span, int64_t t0, int64_t n_rows) {
+        const int64_t m = block::column0() + column(), t = span.t0 + t0 + row();
+        const bool split = gridDim.z > 1;
+        const int64_t at = split ? (blockIdx.z * n_rows + span.b * call.T + t) * 2 + kind : 0;
+        first = m < call.V && (split || view.data) ? row() : TOKENS;
+        to = split ? (char *)(partials + at * call.V + m)
+                   : (char *)((T *)view.data + span.b * view.stride[0] + t * view.stride[1] + m);
+        row_bytes = split ? 2 * call.V * (int64_t)sizeof(float)
+                          : view.stride[1] * (int64_t)sizeof(T);
+        /* Hidden from the compiler, which would find them anew for every tile. */
+        asm volatile("" : "+r"(first), "+l"(row_bytes));
+    }
+
+    template <typename U>
+    __device__ __forceinline__ void store(const float (&x)[4], int n_rows) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (first < n_rows - i) mn_put((U *)(to + i * row_bytes), x[i]);
+        }
+    }
+
+    /* A tile's, and on by so many tokens. All lanes of the warp have left theirs. */
+    template <int KINDS>
+    __device__ __forceinline__ void put(const slot_sums<KINDS> &sums, int kind, int n_rows,
+                                        int n_tokens) {
+        float x[4];
+        sums.get(x, kind, column(), row());
+        if (gridDim.z > 1) store<float>(x, n_rows);
+        else store<T>(x, n_rows);
+        to += n_tokens * row_bytes;
     }
 };
 
@@ -386,7 +501,7 @@ __device__ __forceinline__ void advance_token(state &c, const dynamics &dyn,
 
 template <int N_KEYS, int N_LINES>
 __device__ __forceinline__ void advance_four(state &c, const dynamics &dyn,
-                                               const stage<N_KEYS, N_LINES> &in, int t) {
+                                             const stage<N_KEYS, N_LINES> &in, int t) {
     float v[1][4], prec[1][4];
     in.lines[VALUES].get(v, t);
     in.lines[PRECISIONS].get(prec, t);
@@ -463,18 +578,18 @@ struct quad_states {
         }
     }
 
-    /* By rays, of a whole tile. */
+    /* By rays, of a whole tile, but for the last four tokens: from c in front of the tile on, which
+     * goes on to them, as do their numbers in `now`. */
     template <int N_KEYS, int N_LINES>
-    __device__ __forceinline__ void fill(state c, const dynamics &dyn,
+    __device__ __forceinline__ void fill(state &c, four_keys &now, const dynamics &dyn,
                                          const stage<N_KEYS, N_LINES> &in) {
-        four_keys now, next;
+        four_keys next;
         now.load(in, 0);
-        put(0, c);
 #pragma unroll
-        for (int t = 4; t < TOKENS; t += 4) {
-            if (t + 4 < TOKENS) next.load(in, t);
-            proj_four(c, dyn, now);
+        for (int t = 0; t < TOKENS - 4; t += 4) {
+            next.load(in, t + 4);
             put(t, c);
+            proj_four(c, dyn, now);
             now = next;
         }
     }
@@ -489,9 +604,8 @@ struct proj_trace {
 
     /* Whether they hold. */
     __device__ __forceinline__ bool scan(const state &c, const dynamics &dyn,
-                                         const proj_bound &edge,
-                                         const float (&k)[4][SLOTS], const float (&v)[4],
-                                         const float (&prec)[4]) {
+                                         const proj_bound &edge, const float (&k)[4][SLOTS],
+                                         const float (&v)[4], const float (&prec)[4]) {
         bool sound = all_positive(prec);
 #pragma unroll
         for (int j = 0; j < SLOTS; j++) {
@@ -503,7 +617,8 @@ struct proj_trace {
             by[j] = mn_rcp_ftz(at[4][j].d);
             last.lam[j] = at[4][j].n * by[j];
             last.eta[j] = at[4][j].e * by[j];
-            sound = sound && edge.holds(c.lam[j], at[4][j].n) && isfinite(last.eta[j]);
+            sound = sound & edge.holds(c.lam[j], at[4][j].n) &
+                    isfinite(last.eta[j]);    // no branch
         }
         return sound;
     }
@@ -513,7 +628,7 @@ struct proj_trace {
  * and gw of y and yvar; by = 1 / n. FULL: with gw, or a read from the prior. Returns gy e / n. */
 template <bool FULL>
 __device__ __forceinline__ float output_bwd(proj &w, float by, float d, float e, float a, float a2,
-                                           float q, float gy, float gw, bool prior) {
+                                            float q, float gy, float gw, bool prior) {
     const float gy_by = gy * by, to_q = gy_by * e;
     const float read = FULL && prior ? q * a : q;
     w.e = fmaf(read, gy_by, w.e);
@@ -565,33 +680,32 @@ struct chunk {
         return end == span.length;
     }
 
-    __device__ int64_t first_tile() const {
-        return first / TOKENS;
+    /* Tiles: a chunk has MIN_CHUNKED tokens or less. */
+    __device__ int n_tiles() const {
+        return ((int)(end - first) + TOKENS - 1) / TOKENS;
     }
 
-    __device__ int64_t end_tile() const {
-        return mn_cell_tiles(end);
+    /* Tokens of its last tile. */
+    __device__ int last_rows() const {
+        return (int)(end - first) - (n_tiles() - 1) * TOKENS;
     }
 };
 
-/* scan(i, tile, numbers) over the tiles of a chunk, one after the other. */
+/* scan(i, n_rows, numbers) over the tiles of a chunk, one after the other. */
 template <typename T, int N_KEYS, int N_LINES, typename F>
 __device__ __forceinline__ void for_each_tile(stage<N_KEYS, N_LINES> (&in)[2],
-                                              const mn_moebius_args &p,
-                                          const chunk &at, F scan) {
+                                              const mn_moebius_args &p, const chunk &at, F scan) {
     tile_prefetch<T, N_KEYS, N_LINES> next;
-    const int64_t end = at.end_tile();
+    const int n_tiles = at.n_tiles(), last_rows = at.last_rows();
     next.open(p, at.span);
     next.move(p, at.first);
-    if (at.first_tile() < end) {
-        next.issue(in[at.first_tile() % 2], mn_cell_tile_at(at.span, at.first_tile()).n_rows);
-    }
-    for (int64_t i = at.first_tile(); i < end; i++) {
+    if (n_tiles > 0) next.issue(in[0], n_tiles > 1 ? TOKENS : last_rows);
+    for (int i = 0; i < n_tiles; i++) {
         next.complete(in[i % 2]);
         __syncthreads();
         next.move(p, TOKENS);
-        if (i + 1 < end) next.issue(in[(i + 1) % 2], mn_cell_tile_at(at.span, i + 1).n_rows);
-        scan(i, mn_cell_tile_at(at.span, i), in[i % 2]);
+        if (i + 1 < n_tiles) next.issue(in[(i + 1) % 2], i + 2 < n_tiles ? TOKENS : last_rows);
+        scan(i, i + 1 < n_tiles ? TOKENS : last_rows, in[i % 2]);
     }
     __syncthreads();
 }

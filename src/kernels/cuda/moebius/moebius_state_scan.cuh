@@ -2,14 +2,14 @@
  * tokens, and with them maps of chunks: what each does to adjoints.
  *
  * By rays a state is four products and three multiply-adds a token, and its chain three of them:
- * one scan through the whole sequence, with a thread for each cell, costs less than states of
+ * one scan through the whole sequence, with a thread for two cells, costs less than states of
  * chunks from maps, which are twice the numbers, and finds the states that a scan without chunks
  * would find. Maps of adjoints take eleven instructions and a reciprocal more, none of them on that
  * chain.
  *
- * A block has 16 channels and 16 slots and brings 64 tokens at a time to shared memory; a thread
- * goes through them by rays, 16 without a look back, and does them again by lam and eta where rays
- * did not hold. */
+ * A block has 16 channels and 16 slots and brings 64 or 128 tokens at a time to shared memory; a
+ * thread goes through them by rays, 16 without a look back, and does them again by lam and eta
+ * where rays did not hold. */
 #ifndef MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_STATE_SCAN_CUH
 #define MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_STATE_SCAN_CUH
 
@@ -40,7 +40,7 @@ struct read_grads {
     /* FULL: with cotangents gw of yvar, or a read from the prior. */
     template <bool FULL>
     __device__ __forceinline__ static read_grads of(float q, float gy, float gw, float a, float a2,
-                                                   bool prior) {
+                                                    bool prior) {
         if (!FULL) return { gy * q, 0.0f };
         const float of_var = gw * q * q;
         return prior ? read_grads{ gy * q * a, of_var * a2 } : read_grads{ gy * q, of_var };
@@ -49,8 +49,8 @@ struct read_grads {
 
 /* Some tokens as a map of adjoints. */
 struct cell_map {
-    float lam, cross, eta;       // d lam / d lam0, d eta / d lam0, d eta / d eta0
-    float to_lam, to_eta;        // what the reads say to lam0 and eta0
+    float lam, cross, eta;    // d lam / d lam0, d eta / d lam0, d eta / d eta0
+    float to_lam, to_eta;     // what the reads say to lam0 and eta0
 
     __device__ static cell_map none() {
         return { 1.0f, 0.0f, 1.0f, 0.0f, 0.0f };
@@ -121,91 +121,111 @@ struct proj_map {
     }
 };
 
-enum {
-    SCAN_SIDE = 16,                               // channels and slots of a block
-    SCAN_THREADS = SCAN_SIDE * SCAN_SIDE,
-    SCAN_TOKENS = 64,
-};
+enum { SCAN_SIDE = 16 };    // channels and slots of a block
 static_assert(2 * SCAN_SIDE == block::COLUMNS && SCAN_SIDE == block::SLOTS, "blocks of cells");
+
+/* How many of scan_input a scan needs: for states, for maps, for maps with cotangents of yvar or
+ * reads from the prior. */
+enum { STATE_KINDS = 3, MAP_KINDS = 5, FULL_MAP_KINDS = 6 };
+
+/* A block of a scan: a thread has CELLS slots, LANES apart, of one channel. Two share loads of
+ * their channel's numbers; maps have no registers for that. */
+template <int KINDS> struct scan_block {
+    static constexpr int CELLS = KINDS == STATE_KINDS ? 2 : 1, LANES = SCAN_SIDE / CELLS;
+    static constexpr int THREADS = SCAN_SIDE * LANES;
+    static constexpr int TILE = THREADS / 2;    // tokens at a time in shared memory
+
+    __device__ static int channel() {
+        return threadIdx.x / LANES;
+    }
+
+    __device__ static int slot(int i) {
+        return threadIdx.x % LANES + i * LANES;
+    }
+};
 
 /* ---- the numbers of a tile ------------------------------------------------------------------- */
 
 enum scan_input { SCAN_K, SCAN_V, SCAN_PREC, SCAN_Q, SCAN_MEAN_COT, SCAN_SPREAD_COT };
 
-/* How many of these a scan needs: for states, for maps, for maps with cotangents of yvar or reads
- * from the prior. */
-enum { STATE_KINDS = 3, MAP_KINDS = 5, FULL_MAP_KINDS = 6 };
+/* at[i][t]: number of channel or slot i at token t; rows 16 bytes aligned, in different banks. Four
+ * numbers behind a row are read ahead, and not used. */
+template <int TILE> struct alignas(16) scan_tile_smem { float at[SCAN_SIDE][TILE + 4]; };
 
-/* at[i][t]: number of channel or slot i at token t; rows 16 bytes aligned, in different banks */
-struct alignas(16) scan_tile_smem {
-    float at[SCAN_SIDE][SCAN_TOKENS + 4];
-};
+template <int KINDS> struct scan_stage {
+    typedef scan_block<KINDS> shape;
+    scan_tile_smem<shape::TILE> kinds[KINDS];
 
-template <int KINDS>
-struct scan_stage {
-    scan_tile_smem kinds[KINDS];
+    __device__ static constexpr bool of_slot(int kind) {
+        return kind == SCAN_K || kind == SCAN_Q;
+    }
 
-    /* The line of this thread's slot or channel. */
-    __device__ __forceinline__ const float *line(scan_input kind) const {
-        const bool of_slot = kind == SCAN_K || kind == SCAN_Q;
-        return kinds[kind].at[of_slot ? threadIdx.x % SCAN_SIDE : threadIdx.x / SCAN_SIDE];
+    /* The line of this thread's channel, or of its slot i. */
+    __device__ __forceinline__ const float *line(int kind, int i = 0) const {
+        return kinds[kind].at[of_slot(kind) ? shape::slot(i) : shape::channel()];
     }
 };
 
-/* A thread's part of one kind of number of a tile: EACH neighbours of one token. */
-template <typename T>
-struct scan_vec_loader {
-    static constexpr int EACH = SCAN_TOKENS * SCAN_SIDE / SCAN_THREADS, ACROSS = SCAN_SIDE / EACH;
+/* A thread's part of one kind of number of a tile: EACH neighbours of one token. A warp has the
+ * same neighbours of 32 tokens, which it stores to different banks. */
+template <typename T, int TILE> struct scan_vec_loader {
+    static constexpr int EACH = SCAN_SIDE / 2;
+    static_assert(TILE % 32 == 0, "a warp's tokens");
     typename mn_vec_bits<T, EACH>::type x;
     const T *from;    // those of the next tile
     int64_t row_stride;
-    int inside;       // how many of them there are; EACH + 1: EACH, as one pack
+    int inside;    // how many of them there are
+    bool packs;    // all or none of them, and aligned as one pack
+
+    __device__ static int token() {
+        return threadIdx.x % TILE;
+    }
+
+    __device__ static int place() {
+        return threadIdx.x / TILE * EACH;
+    }
 
     /* Of a sequence's numbers base, base + 1, ... of `count`. */
     __device__ void open(const mn_in &view, const mn_span &span, int64_t base, int64_t count) {
-        const int64_t i = base + threadIdx.x % ACROSS * EACH, t = span.t0 + threadIdx.x / ACROSS;
+        const int64_t i = base + place(), t = span.t0 + token();
         const int64_t first = span.b * view.stride[0] + t * view.stride[1] + i;
         const int64_t bytes = (first | view.stride[1]) * (int64_t)sizeof(T);
         from = (const T *)view.data + first;
-        row_stride = SCAN_TOKENS * view.stride[1];
+        row_stride = TILE * view.stride[1];
         inside = view.data ? (int)max(min(count - i, (int64_t)EACH), (int64_t)0) : 0;
-        const bool vec_aligned = ((uintptr_t)view.data | bytes) % alignof(mn_vec<T, EACH>) == 0;
-        if (inside == EACH && vec_aligned) inside++;
+        packs = inside == 0 ||
+                (inside == EACH && ((uintptr_t)view.data | bytes) % alignof(mn_vec<T, EACH>) == 0);
     }
 
     /* The next tile's; zeros where the sequence, whose next token is `left` from its end, has
-     * none. */
-    __device__ __forceinline__ void fetch(int64_t left) {
+     * none. PACK: all loaders have packs. */
+    template <bool PACK> __device__ __forceinline__ void fetch(int64_t left) {
         x = {};
-        if ((int64_t)(threadIdx.x / ACROSS) < left) {
-            if (inside > EACH) {
-                x = *(decltype(&x))from;
-            } else {
-                mn_vec<T, EACH> numbers = {};
+        if constexpr (PACK) {
+            if (token() < left && inside > 0) x = *(decltype(&x))from;
+        } else {
+            mn_vec<T, EACH> numbers = {};
 #pragma unroll
-                for (int n = 0; n < EACH; n++) {
-                    if (n < inside) numbers.at[n] = from[n];
-                }
-                memcpy(&x, &numbers, sizeof x);
+            for (int n = 0; n < EACH; n++) {
+                if (token() < left && n < inside) numbers.at[n] = from[n];
             }
+            memcpy(&x, &numbers, sizeof x);
         }
         from += row_stride;
     }
 
-    __device__ __forceinline__ void put(scan_tile_smem &to) const {
+    __device__ __forceinline__ void put(scan_tile_smem<TILE> &to) const {
         float numbers[EACH];
         mn_unpack_to(numbers, x);
 #pragma unroll
-        for (int n = 0; n < EACH; n++) {
-            to.at[threadIdx.x % ACROSS * EACH + n][threadIdx.x / ACROSS] = numbers[n];
-        }
+        for (int n = 0; n < EACH; n++) to.at[place() + n][token()] = numbers[n];
     }
 };
 
 /* All kinds. */
-template <typename T, int KINDS>
-struct scan_tile_loader {
-    scan_vec_loader<T> kinds[KINDS];
+template <typename T, int KINDS> struct scan_tile_loader {
+    scan_vec_loader<T, scan_block<KINDS>::TILE> kinds[KINDS];
+    bool packs;    // of all kinds
 
     __device__ void open(const mn_moebius_args &p, const mn_span &span) {
         const int64_t m = blockIdx.x * (int64_t)SCAN_SIDE, s = blockIdx.z * (int64_t)SCAN_SIDE;
@@ -219,11 +239,19 @@ struct scan_tile_loader {
         if constexpr (KINDS > MAP_KINDS) {
             kinds[SCAN_SPREAD_COT].open(p.cot.yvar, span, m, p.call.V);
         }
+        packs = true;
+#pragma unroll
+        for (const auto &kind : kinds) packs = packs && kind.packs;
     }
 
     __device__ __forceinline__ void fetch(int64_t left) {
+        if (packs) {
 #pragma unroll
-        for (auto &kind : kinds) kind.fetch(left);
+            for (auto &kind : kinds) kind.template fetch<true>(left);
+        } else {
+#pragma unroll
+            for (auto &kind : kinds) kind.template fetch<false>(left);
+        }
     }
 
     __device__ __forceinline__ void put(scan_stage<KINDS> &to) const {
@@ -232,28 +260,34 @@ struct scan_tile_loader {
     }
 };
 
-/* What a thread needs of four tokens. */
-template <int KINDS>
-struct scan_four {
-    float x[KINDS][4];
+/* What a thread needs of four tokens: numbers of slots for each cell, others once. */
+template <int KINDS> struct scan_four {
+    static constexpr int CELLS = scan_block<KINDS>::CELLS;
+    float x[KINDS][CELLS][4];
 
     __device__ __forceinline__ void load(const scan_stage<KINDS> &in, int t) {
 #pragma unroll
-        for (int i = 0; i < KINDS; i++) mn_cell_load(x[i], in.line((scan_input)i) + t);
+        for (int kind = 0; kind < KINDS; kind++) {
+#pragma unroll
+            for (int i = 0; i < (in.of_slot(kind) ? CELLS : 1); i++) {
+                mn_cell_load(x[kind][i], in.line(kind, i) + t);
+            }
+        }
     }
 };
 
 /* ---- cells ----------------------------------------------------------------------------------- */
 
-/* Where the cell of a thread lies. */
+/* Where a cell lies. */
 struct scan_coord {
     int64_t own;    // in (V,K); -1 outside
     int64_t at;     // among SLOTS numbers per thread of the other kernels' blocks
     int64_t set;    // how many those are
 
-    __device__ scan_coord(const mn_call &call) {
-        const int64_t m = blockIdx.x * (int64_t)SCAN_SIDE + threadIdx.x / SCAN_SIDE;
-        const int64_t s = blockIdx.z * (int64_t)SCAN_SIDE + threadIdx.x % SCAN_SIDE;
+    /* Of the block's channels and slots. */
+    __device__ scan_coord(const mn_call &call, int block_channel, int block_slot) {
+        const int64_t m = blockIdx.x * (int64_t)SCAN_SIDE + block_channel;
+        const int64_t s = blockIdx.z * (int64_t)SCAN_SIDE + block_slot;
         own = m < call.V && s < call.K ? m * call.K + s : -1;
         const int64_t across = (call.V + block::COLUMNS - 1) / block::COLUMNS;
         const int column = (int)(m % block::COLUMNS), slot = (int)(s % block::SLOTS);
@@ -271,14 +305,14 @@ struct scan_coord {
 
 struct scan_cell {
     float a, a2, p;
-    proj x;             // in front of the next tokens
-    float lam, eta;    // the same, or in front of the last 16 by rays until someone looks
-    proj_map segment_map;      // of those 16
-    float least;       // of lam in front of 16 tokens, where no floor binds in them
+    proj x;                  // in front of the next tokens
+    float lam, eta;          // the same, or in front of the last 16 by rays until someone looks
+    proj_map segment_map;    // of those 16
+    float least;             // of lam in front of 16 tokens, where no floor binds in them
 
     /* lam' is at least lam / (a^2 + p lam), which grows with lam: after 16 tokens at least lam /
      * (most (1 + 16 p lam)). */
-    __device__ scan_cell(const mn_moebius_args &args, const scan_coord &coord) {
+    __device__ void open(const mn_moebius_args &args, const scan_coord &coord) {
         const int64_t i = coord.own;
         a = i >= 0 ? ((const float *)args.a.data)[i] : 1.0f;
         a2 = fmaxf(a * a, min_precision);
@@ -289,7 +323,7 @@ struct scan_cell {
         least = may ? 4.0f * min_precision * most : INFINITY;
     }
 
-    __device__ void open(const mn_moebius_args &args, const scan_coord &coord, int64_t n) {
+    __device__ void begin(const mn_moebius_args &args, const scan_coord &coord, int64_t n) {
         lam = coord.read(args.lam0, n, 1.0f);
         eta = coord.read(args.eta0, n, 0.0f);
         restart();
@@ -322,15 +356,22 @@ struct scan_cell {
     }
 };
 
-/* Where the states of a thread's cell go, one for each so many sixteens of tokens. */
-struct scan_state_writer {
-    float *to;         // the next one's lam
-    int until;         // sixteens to it
+/* Where the states of a thread's cells go, one for each so many sixteens of tokens. */
+template <int KINDS> struct scan_state_writer {
+    typedef scan_block<KINDS> shape;
+    float *to;    // the next one's lam, of the first cell
+    int until;    // sixteens to it
     int steps;
 
-    __device__ __forceinline__ void put(const scan_cell &c, int64_t set) {
+    /* Of cells [first, last). */
+    __device__ __forceinline__ void put(const scan_cell (&c)[shape::CELLS], int64_t set,
+                                        int first = 0, int last = shape::CELLS) {
         if (until == 0) {
-            to[0] = c.lam, to[set] = c.eta;
+#pragma unroll
+            for (int i = 0; i < shape::CELLS; i++) {
+                if (i < first || i >= last) continue;
+                to[i * shape::LANES] = c[i].lam, to[set + i * shape::LANES] = c[i].eta;
+            }
             to += 2 * set, until = steps;
         }
         until--;
@@ -344,74 +385,95 @@ struct scan_holds {
     bool states, maps;
 };
 
-/* 16 tokens from t on by rays; the map gets them too if there are KINDS for it. A ray's factor
- * changes every eighth token by what d was four tokens before, and nothing here waits for what the
- * 16 tokens in front left last. `now` has the first four tokens, then the next ones'. */
+/* Four tokens of cell i by its ray x; the map of the last 16 gets them too if there are KINDS for
+ * it. */
 template <int KINDS>
-__device__ __forceinline__ void scan_sixteen(scan_cell &c, cell_map &map, scan_state_writer &writer,
-                                             scan_holds &sound, scan_four<KINDS> &now,
-                                             const scan_stage<KINDS> &in, int t, int64_t set,
-                                             bool prior) {
-    constexpr bool MAPS = KINDS > STATE_KINDS, FULL = KINDS > MAP_KINDS;
-    proj x = c.x;
-    float by = 1.0f;
-    if constexpr (MAPS) {
-        c.normalize(map);
-        c.segment_map = proj_map::from(x);
-    } else {
-        c.normalize();
+__device__ __forceinline__ void scan_quad(proj &x, scan_cell &c, const scan_four<KINDS> &now, int i,
+                                          bool prior) {
+    constexpr bool FULL = KINDS > MAP_KINDS;
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        const float k = now.x[SCAN_K][i][t], v = now.x[SCAN_V][0][t];
+        const float pk = now.x[SCAN_PREC][0][t] * k;
+        x = proj_step(x, c.a, c.a2, c.p, pk, k, v);
+        if constexpr (KINDS > STATE_KINDS) {
+            const float gw = FULL ? now.x[KINDS - 1][0][t] : 0.0f;
+            c.segment_map.advance<FULL>(x, c.a, pk, k, v,
+                                        read_grads::of<FULL>(now.x[SCAN_Q][i][t],
+                                                             now.x[SCAN_MEAN_COT][0][t], gw, c.a,
+                                                             c.a2, prior));
+        }
+    }
+}
+
+/* 16 tokens from t on by rays. A ray's factor changes every eighth token by what d was four tokens
+ * before, and nothing here waits for what the 16 tokens in front left last. `now` has the first
+ * four tokens, then the next ones'. */
+template <int KINDS>
+__device__ __forceinline__ void
+scan_sixteen(scan_cell (&c)[scan_block<KINDS>::CELLS], cell_map &map,
+             scan_state_writer<KINDS> &writer, scan_holds (&sound)[scan_block<KINDS>::CELLS],
+             scan_four<KINDS> &now, const scan_stage<KINDS> &in, int t, int64_t set, bool prior) {
+    constexpr bool MAPS = KINDS > STATE_KINDS;
+    constexpr int CELLS = scan_block<KINDS>::CELLS;
+    proj x[CELLS];
+    float by[CELLS];
+#pragma unroll
+    for (int i = 0; i < CELLS; i++) {
+        x[i] = c[i].x;
+        if constexpr (MAPS) {
+            c[i].normalize(map);
+            c[i].segment_map = proj_map::from(x[i]);
+        } else {
+            c[i].normalize();
+        }
     }
 #pragma unroll
     for (int at = 0; at < TOKENS; at += 4) {
         scan_four<KINDS> next;
-        next.load(in, (t + at + 4) % SCAN_TOKENS);
-        sound.states = all_positive(now.x[SCAN_PREC]) && sound.states;
+        next.load(in, t + at + 4);
+        const bool positive = all_positive(now.x[SCAN_PREC][0]);
+        if (at == 4) writer.put(c, set);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float k = now.x[SCAN_K][i], v = now.x[SCAN_V][i], pk = now.x[SCAN_PREC][i] * k;
-            x = proj_step(x, c.a, c.a2, c.p, pk, k, v);
-            if constexpr (MAPS) {
-                const float gw = FULL ? now.x[KINDS - 1][i] : 0.0f;
-                c.segment_map.advance<FULL>(x, c.a, pk, k, v,
-                                     read_grads::of<FULL>(now.x[SCAN_Q][i],
-                                                         now.x[SCAN_MEAN_COT][i], gw, c.a, c.a2,
-                                                         prior));
+        for (int i = 0; i < CELLS; i++) {
+            sound[i].states = positive && sound[i].states;
+            scan_quad(x[i], c[i], now, i, prior);
+            if (at == 4) {
+                sound[i].states = sound[i].states && c[i].lam >= min_precision &&
+                                  c[i].lam < INFINITY && isfinite(c[i].eta);
+                sound[i].maps = sound[i].maps && c[i].lam >= c[i].least;
+            }
+            if (at % 8 == 0) {
+                by[i] = mn_rcp_ftz(x[i].d);
+            } else {
+                x[i] = { x[i].n * by[i], x[i].d * by[i], x[i].e * by[i] };
+                if (MAPS) c[i].segment_map.f *= by[i];
             }
         }
         now = next;
-        if (at == 4) {
-            writer.put(c, set);
-            sound.states = sound.states && c.lam >= min_precision && c.lam < INFINITY &&
-                           isfinite(c.eta);
-            sound.maps = sound.maps && c.lam >= c.least;
-        }
-        if (at % 8 == 0) {
-            by = mn_rcp_ftz(x.d);
-            continue;
-        }
-        x = { x.n * by, x.d * by, x.e * by };
-        if (MAPS) c.segment_map.f *= by;
     }
-    c.x = x;
+#pragma unroll
+    for (int i = 0; i < CELLS; i++) c[i].x = x[i];
 }
 
-/* n_rows tokens of a tile, sixteens, by lam and eta. */
+/* n_rows tokens of a tile, sixteens, by lam and eta: cell i. */
 template <int KINDS>
-__device__ __forceinline__ void scan_rows_exact(scan_cell &c, scan_state_writer &writer,
-                                           const scan_stage<KINDS> &in, int n_rows, int64_t set) {
+__device__ __forceinline__ void
+scan_rows_exact(scan_cell (&c)[scan_block<KINDS>::CELLS], int i, scan_state_writer<KINDS> writer,
+                const scan_stage<KINDS> &in, int n_rows, int64_t set) {
 #pragma unroll 1
-    for (int i = 0; i < n_rows; i++) {
-        if (i % TOKENS == 0) writer.put(c, set);
-        c.advance(in.line(SCAN_K)[i], in.line(SCAN_V)[i], in.line(SCAN_PREC)[i]);
+    for (int t = 0; t < n_rows; t++) {
+        if (t % TOKENS == 0) writer.put(c, set, i, i + 1);
+        c[i].advance(in.line(SCAN_K, i)[t], in.line(SCAN_V)[t], in.line(SCAN_PREC)[t]);
     }
-    c.restart();
+    c[i].restart();
 }
 
 /* The map with the tokens [t, end) of a tile, in front of which c is, behind it, by lam and eta. */
 template <int KINDS>
 __device__ __forceinline__ void map_rows_exact(cell_map &map, scan_cell c,
-                                               const scan_stage<KINDS> &in,
-                                         int t, int end, bool prior) {
+                                               const scan_stage<KINDS> &in, int t, int end,
+                                               bool prior) {
     constexpr bool FULL = KINDS == FULL_MAP_KINDS;
 #pragma unroll 1
     for (; t < end; t++) {
@@ -434,39 +496,45 @@ __device__ __forceinline__ void map_rows_exact(cell_map &map, scan_cell c,
 
 /* n_rows tokens, by rays where they hold for all of them. Without maps they are sixteens. */
 template <int KINDS>
-__device__ __forceinline__ void scan_tokens(scan_cell &c, cell_map &map, scan_state_writer &writer,
+__device__ __forceinline__ void scan_tokens(scan_cell (&c)[scan_block<KINDS>::CELLS], cell_map &map,
+                                            scan_state_writer<KINDS> &writer,
                                             const scan_stage<KINDS> &in, int n_rows, int64_t set,
                                             bool prior) {
     constexpr bool MAPS = KINDS > STATE_KINDS;
-    scan_cell before = c;
+    constexpr int CELLS = scan_block<KINDS>::CELLS;
+    scan_cell before[CELLS];
+    scan_holds sound[CELLS];
     const cell_map map_before = map;
-    const scan_state_writer writer_before = writer;
+    const scan_state_writer<KINDS> writer_before = writer;
     const int n_full = n_rows / TOKENS * TOKENS;
-    scan_holds sound = { true, true };
     scan_four<KINDS> now;
     now.load(in, 0);
+#pragma unroll
+    for (int i = 0; i < CELLS; i++) before[i] = c[i], sound[i] = { true, true };
 #pragma unroll 1
     for (int t = 0; t < n_full; t += TOKENS) {
         scan_sixteen(c, map, writer, sound, now, in, t, set, prior);
     }
-    c.normalize();
-    if (!sound.states || !isfinite(c.lam) || !isfinite(c.eta)) {
-        sound.maps = false;
-        c = before, writer = writer_before;
-        c.normalize();
-        scan_rows_exact(c, writer, in, n_full, set);
+#pragma unroll
+    for (int i = 0; i < CELLS; i++) {
+        c[i].normalize();
+        if (sound[i].states && isfinite(c[i].lam) && isfinite(c[i].eta)) continue;
+        sound[i].maps = false;
+        c[i] = before[i];
+        c[i].normalize();
+        scan_rows_exact(c, i, writer_before, in, n_full, set);
     }
     if constexpr (MAPS) {
-        if (!sound.maps) {
+        if (!sound[0].maps) {
             map = map_before;
-            before.normalize(map);
-            map_rows_exact(map, before, in, 0, n_full, prior);
-            c.segment_map = proj_map::none(c.x);
+            before[0].normalize(map);
+            map_rows_exact(map, before[0], in, 0, n_full, prior);
+            c[0].segment_map = proj_map::none(c[0].x);
         }
         if (n_full == n_rows) return;
         writer.put(c, set);
-        c.normalize(map);
-        map_rows_exact(map, c, in, n_full, n_rows, prior);
+        c[0].normalize(map);
+        map_rows_exact(map, c[0], in, n_full, n_rows, prior);
     }
 }
 
@@ -476,21 +544,25 @@ __device__ __forceinline__ void scan_tokens(scan_cell &c, cell_map &map, scan_st
  * `every` is a multiple of 16. Maps, if there are KINDS for them, of the chunks of those longer
  * than MIN_CHUNKED. */
 template <typename T, int KINDS>
-__global__ void __launch_bounds__(SCAN_THREADS, KINDS == STATE_KINDS ? 2 : 1)
-moebius_state_scan_kernel(const __grid_constant__ mn_moebius_args p, float *states, float *maps,
-                          int64_t every,
-            int64_t beyond) {
+__global__ void __launch_bounds__(scan_block<KINDS>::THREADS, KINDS == STATE_KINDS ? 4 : 1)
+    moebius_state_scan_kernel(const __grid_constant__ mn_moebius_args p, float *states, float *maps,
+                              int64_t every, int64_t beyond) {
+    typedef scan_block<KINDS> shape;
     extern __shared__ float4 smem_bytes_here[];
     scan_stage<KINDS> *in = (scan_stage<KINDS> *)smem_bytes_here;
-    const scan_coord coord(p.call);
+    const scan_coord coord(p.call, shape::channel(), shape::slot(0));
     const int64_t set = coord.set;
-    scan_cell c(p, coord);
+    scan_cell c[shape::CELLS];
+#pragma unroll
+    for (int i = 0; i < shape::CELLS; i++) {
+        c[i].open(p, scan_coord(p.call, shape::channel(), shape::slot(i)));
+    }
     for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) {
         const mn_span span = mn_span_at(p.call, n);
         if (span.length <= beyond) continue;
         const bool mapped = KINDS > STATE_KINDS && span.length > MIN_CHUNKED;
         const int64_t end = mapped ? span.length : (span.length - 1) / every * every;
-        scan_state_writer writer = {
+        scan_state_writer<KINDS> writer = {
             states + 2 * set * mn_cell_first_slot(p.call, n, every) + coord.at, 0,
             (int)(every / TOKENS)
         };
@@ -498,35 +570,38 @@ moebius_state_scan_kernel(const __grid_constant__ mn_moebius_args p, float *stat
         cell_map map = cell_map::none();
         scan_tile_loader<T, KINDS> tile;
         tile.open(p, span);
-        c.open(p, coord, n);
+#pragma unroll
+        for (int i = 0; i < shape::CELLS; i++) {
+            c[i].begin(p, scan_coord(p.call, shape::channel(), shape::slot(i)), n);
+        }
         tile.fetch(end);
-        for (int64_t first = 0; first < end; first += SCAN_TOKENS) {
-            scan_stage<KINDS> &now = in[first / SCAN_TOKENS % 2];
+        for (int64_t first = 0; first < end; first += shape::TILE) {
+            scan_stage<KINDS> &now = in[first / shape::TILE % 2];
             const int64_t left = end - first;
             tile.put(now);
             __syncthreads();
-            if (left > SCAN_TOKENS) tile.fetch(left - SCAN_TOKENS);
+            if (left > shape::TILE) tile.fetch(left - shape::TILE);
             if (mapped && first % CHUNK == 0 && first > 0) {
-                c.normalize(map);
+                c[0].normalize(map);
                 map.store(to_map, set), to_map += MAP_NUMBERS * set;
                 map = cell_map::none();
             }
-            scan_tokens(c, map, writer, now, (int)min((int64_t)SCAN_TOKENS, left), set,
+            scan_tokens(c, map, writer, now, (int)min((int64_t)shape::TILE, left), set,
                         p.from_prior);
         }
         if (!mapped) writer.put(c, set);
-        if (mapped) c.normalize(map), map.store(to_map, set);
+        if (mapped) c[0].normalize(map), map.store(to_map, set);
         __syncthreads();
     }
 }
 
 /* The adjoint behind each chunk but the last of each sequence longer than MIN_CHUNKED, from the
  * chunks' maps. */
-__global__ static void __launch_bounds__(SCAN_THREADS)
-moebius_adjoint_ends_kernel(const __grid_constant__ mn_moebius_args p,
-                            const float *__restrict__ maps,
-            float *__restrict__ ends) {
-    const scan_coord coord(p.call);
+__global__ static void __launch_bounds__(scan_block<MAP_KINDS>::THREADS)
+    moebius_adjoint_ends_kernel(const __grid_constant__ mn_moebius_args p,
+                                const float *__restrict__ maps, float *__restrict__ ends) {
+    typedef scan_block<MAP_KINDS> shape;
+    const scan_coord coord(p.call, shape::channel(), shape::slot(0));
     for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) {
         const mn_span span = mn_span_at(p.call, n);
         if (span.length <= MIN_CHUNKED) continue;
@@ -552,9 +627,8 @@ template <typename T>
 inline int scan_states(const mn_moebius_args *p, float *states, int64_t every, int64_t beyond,
                        cudaStream_t stream) {
     return mn_launch_smem(moebius_state_scan_kernel<T, STATE_KINDS>, scan_grid(p->call),
-                          SCAN_THREADS,
-                               2 * sizeof(scan_stage<STATE_KINDS>), stream, *p, states,
-                               (float *)nullptr, every, beyond);
+                          scan_block<STATE_KINDS>::THREADS, 2 * sizeof(scan_stage<STATE_KINDS>),
+                          stream, *p, states, (float *)nullptr, every, beyond);
 }
 
 /* The states in front of all tiles and the adjoints behind all chunks. */
@@ -562,11 +636,11 @@ template <typename T, int KINDS>
 inline int scan_maps(const mn_moebius_args *p, float *states, float *maps, float *ends,
                      cudaStream_t stream) {
     const dim3 blocks = scan_grid(p->call);
-    const int code = mn_launch_smem(moebius_state_scan_kernel<T, KINDS>, blocks, SCAN_THREADS,
-                                         2 * sizeof(scan_stage<KINDS>), stream, *p, states, maps,
-                                         (int64_t)TOKENS, (int64_t)0);
+    const int code = mn_launch_smem(moebius_state_scan_kernel<T, KINDS>, blocks,
+                                    scan_block<KINDS>::THREADS, 2 * sizeof(scan_stage<KINDS>),
+                                    stream, *p, states, maps, (int64_t)TOKENS, (int64_t)0);
     if (code != cudaSuccess) return code;
-    moebius_adjoint_ends_kernel<<<blocks, SCAN_THREADS, 0, stream>>>(*p, maps, ends);
+    moebius_adjoint_ends_kernel<<<blocks, scan_block<KINDS>::THREADS, 0, stream>>>(*p, maps, ends);
     return mn_launch_status();
 }
 

@@ -15,6 +15,7 @@
 #define MN_KERNELS_CUDA_RECURRENT_CELL_STATE_CUH
 
 #include "kernels/cuda/prim/common.cuh"
+#include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/prim/split_reduce.cuh"
 
 namespace mneme::recurrent {
@@ -440,6 +441,22 @@ inline int mn_cell_reduce_lanes(int64_t n) {
     return lanes;
 }
 
+/* Where row (b, t, h) lies; divisions of 64 bits would take longer than what is added up. */
+struct mn_cell_row_place {
+    int64_t b, t, h;
+
+    __device__ static mn_cell_row_place of(int64_t row, int64_t n_rows, int64_t tokens,
+                                           int64_t heads) {
+        if (n_rows <= INT32_MAX) {
+            const unsigned token = (unsigned)row / (unsigned)heads;
+            const unsigned b = token / (unsigned)tokens;
+            return { b, token - b * (unsigned)tokens, (unsigned)row - token * (unsigned)heads };
+        }
+        const int64_t token = row / heads;
+        return { token / tokens, token % tokens, row % heads };
+    }
+};
+
 /* Two tensors of `width` numbers in each row (b, t, h) from parts of n_rows such rows, the second
  * one's row behind the first one's. `lanes` lanes take a row and add the parts in their order, EACH
  * neighbours a lane, of which width is a multiple. */
@@ -451,8 +468,9 @@ cell_reduce_partials_kernel(mn_out first, mn_out second, const float *partials,
     const int64_t row =
         blockIdx.x * (int64_t)(MN_CELL_REDUCE_THREADS / lanes) + threadIdx.x / (unsigned)lanes;
     if (row >= n_rows) return;
-    const int64_t token = row / heads, b = token / tokens, t = token % tokens, h = row % heads;
-    T *to_first = mn_row<T>(first, b, t, h), *to_second = mn_row<T>(second, b, t, h);
+    const mn_cell_row_place at = mn_cell_row_place::of(row, n_rows, tokens, heads);
+    T *to_first = mn_row<T>(first, at.b, at.t, at.h);
+    T *to_second = mn_row<T>(second, at.b, at.t, at.h);
     const int64_t begin = to_first ? 0 : width, end = to_second ? 2 * width : width;
     for (int64_t i = begin + (threadIdx.x & (lanes - 1)) * EACH; i < end; i += lanes * EACH) {
         const float *from = partials + row * 2 * width + i;
@@ -475,8 +493,8 @@ cell_reduce_two_kernel(mn_out first, mn_out second, const float *partials, int64
     const int64_t row =
         blockIdx.x * (int64_t)(MN_CELL_REDUCE_THREADS / lanes) + threadIdx.x / (unsigned)lanes;
     if (row >= n_rows) return;
-    const int64_t token = row / heads, b = token / tokens, t = token % tokens, h = row % heads;
-    T *const to[2] = { mn_row<T>(first, b, t, h), mn_row<T>(second, b, t, h) };
+    const mn_cell_row_place at = mn_cell_row_place::of(row, n_rows, tokens, heads);
+    T *const to[2] = { mn_row<T>(first, at.b, at.t, at.h), mn_row<T>(second, at.b, at.t, at.h) };
     const float *from = partials + row * 2 * width;
     for (int64_t i = (threadIdx.x & (lanes - 1)) * EACH; i < width; i += lanes * EACH) {
         float x[2][2][EACH];
@@ -496,18 +514,25 @@ cell_reduce_two_kernel(mn_out first, mn_out second, const float *partials, int64
             mn_cell_store(to[n] + i, EACH, x[n][0]);
         }
     }
+    mn_pdl_wait();
 }
 
-/* Adds the parts of mn_cell_store_sums or mn_cell_store_keys. */
+/* Adds the parts of mn_cell_store_sums or mn_cell_store_keys. `beside_last`: two parts,
+ * beside the launch in front of it, which has said so (prim/pdl.cuh) and writes none of them; what
+ * comes behind waits for both. */
 template <typename T>
 inline int mn_cell_reduce_partials(const mn_out &first, const mn_out &second, const float *partials,
                             int64_t n_partials, const mn_call *call, int64_t heads, int64_t width,
-                            cudaStream_t stream) {
+                            cudaStream_t stream, bool beside_last = false) {
     const int64_t n_rows = mn_cell_rows_of(call) * heads;
     if (n_rows == 0 || (!first.data && !second.data)) return cudaSuccess;
     const bool two = n_partials == 2 && width % 4 == 0;
     const int lanes = mn_cell_reduce_lanes((two ? 1 : 2) * width / (width % 4 ? 1 : 4));
     const unsigned blocks = mn_blocks(n_rows, MN_CELL_REDUCE_THREADS / lanes);
+    if (two && beside_last) {
+        return mn_launch_pdl(cell_reduce_two_kernel<T, 4>, blocks, MN_CELL_REDUCE_THREADS, 0,
+                             stream, first, second, partials, n_rows, call->T, heads, width, lanes);
+    }
     if (two) {
         cell_reduce_two_kernel<T, 4><<<blocks, MN_CELL_REDUCE_THREADS, 0, stream>>>(
             first, second, partials, n_rows, call->T, heads, width, lanes);
