@@ -115,7 +115,7 @@ struct function {
     int first_line = 0;
     bool entry = false;
     std::vector<declared> params, returns;
-    int max_threads = 1024;
+    int max_threads = 1024, min_blocks = 1;    // .maxntid, .minnctapersm
 
     std::string_view body() const {
         return std::string_view(begin, (size_t)(end - begin));

@@ -259,6 +259,8 @@ static void test_bounds() {
         { "st.shared.u32 [buffer+64], %r1;",
           { "access of 4 bytes at 64 of shared memory, which ends at 64" } },
         { "bar.sync 1, 7;", { "barrier of 7 threads" } },
+        { "setmaxnreg.dec.sync.aligned.u32 72;", { "setmaxnreg.dec of 64 registers to 72" } },
+        { "setmaxnreg.inc.sync.aligned.u32 56;", { "setmaxnreg.inc of 64 registers to 56" } },
         { "trap;", { "trap" } },
         { "frobnicate.b32 %r2, %r1;", { "unknown instruction" } },
     };

@@ -39,7 +39,13 @@ static view bracketed(view *s) {
     return inside;
 }
 
-/* .entry name(params) .maxntid 128, 1, 1 or .func (result) name(params) */
+/* What follows a word, empty where the word is not there. */
+static std::string after(view text, const char *word) {
+    const size_t at = text.find(word);
+    return at == view::npos ? std::string() : std::string(text.substr(at + strlen(word), 60));
+}
+
+/* .entry name(params) .maxntid 128, 1, 1 .minnctapersm 1 or .func (result) name(params) */
 static function head_of(view head) {
     function f;
     const size_t entry = head.find(".entry"), func = head.find(".func");
@@ -51,12 +57,11 @@ static function head_of(view head) {
     f.name = std::string(rest.substr(0, n));
     rest = trimmed(rest.substr(n));
     f.params = parameters_of(bracketed(&rest));
-    const size_t most = rest.find(".maxntid");
-    if (most == view::npos) return f;
     int x = 1, y = 1, z = 1;
-    sscanf(std::string(rest.substr(most + strlen(".maxntid"), 60)).c_str(), "%d , %d , %d", &x, &y,
-           &z);
-    f.max_threads = x * y * z;
+    if (sscanf(after(rest, ".maxntid").c_str(), "%d , %d , %d", &x, &y, &z) > 0) {
+        f.max_threads = x * y * z;
+    }
+    sscanf(after(rest, ".minnctapersm").c_str(), "%d", &f.min_blocks);
     return f;
 }
 

@@ -86,6 +86,18 @@ void run_return(warp &w, const instruction &op, u32 lanes) {
 void run_nothing(warp &, const instruction &, u32) {
 }
 
+/* A thread's registers: the launch shares a processor's among the threads that the kernel's bounds
+ * allow, in eights. To raise them by .dec, or lower them by .inc, is an illegal instruction. */
+void run_setmaxnreg(warp &w, const instruction &op, u32) {
+    const function &of = *w.kernel->of;
+    const int launched = 65536 / (of.max_threads * of.min_blocks) / 8 * 8;
+    const int held = w.registers_held ? w.registers_held : launched, to = (int)op.x[0].value;
+    if (op.code == INC ? to < held : to > held) {
+        fail("setmaxnreg.%s of %d registers to %d", op.code == INC ? "inc" : "dec", held, to);
+    }
+    w.registers_held = to;
+}
+
 void run_trap(warp &, const instruction &, u32) {
     fail("trap");
 }

@@ -57,6 +57,7 @@ struct warp {
     const u8 *mbarrier = nullptr;
     u32 mbarrier_at = 0, parity = 0;
     int barrier = 0;
+    int registers_held = 0;    // by setmaxnreg; 0: as launched
     u32 generation = 0, cluster_generation = 0;    // of the barrier when it arrived
     bool yields = false;
     u8 carry[LANES] = {};    // CC.CF of add.cc and its like

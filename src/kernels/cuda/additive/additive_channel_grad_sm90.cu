@@ -333,9 +333,9 @@ __device__ inline void mn_gated_decay_subchunk(mn_gated_acc_tile &o, const float
     }
 }
 
-/* Whether q of the chunk has numbers that are not finite: has_wild, which all threads see behind the
- * next barrier. They become zeros, and `wild` tells the last token of each channel that had one:
- * what they make of dk and dg, up to there, is NaN. All threads of the block call. */
+/* Whether q of the chunk has numbers that are not finite: has_wild, which all threads see behind
+ * the next barrier. They become zeros, and `wild` tells the last token of each channel that had
+ * one: what they make of dk and dg, up to there, is NaN. All threads of the block call. */
 template <int VP>
 __device__ inline void mn_gated_take_wild(mn_gated_grad_smem<VP> &smem) {
     bool found = false;

@@ -4,9 +4,9 @@
  * to cancel, and other floats on their side go in whole: as the sum of two of bf16, what rounding
  * leaves of the first being the second. Sums are float.
  *
- * A block of 256 threads makes 64 x 128 sums (64 x 64 where blocks are few), in steps of a depth of 32: while the tensor cores
- * work on one step in shared memory, the next is being put beside it and two more are on their way
- * from memory to registers. Tiles that see many keys start first. */
+ * A block of 256 threads makes 64 x 128 sums (64 x 64 where blocks are few), in steps of a depth of
+ * 32: while the tensor cores work on one step in shared memory, the next is being put beside it and
+ * two more are on their way from memory to registers. Tiles that see many keys start first. */
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_COL_TILE_MMA_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_COL_TILE_MMA_CUH
 

@@ -7,7 +7,7 @@
  *   parameters, and g -> dz          dq = dz k      dk += dz'q
  *
  * Gradients of parameters gather in a few parts, each of every n-th tile, which are added last. */
-#include "kernels/cuda/hyper/hyper_rows_mma.cuh"
+#include "kernels/cuda/hyper/hyper_rows.cuh"
 #include "kernels/cuda/prim/device_props.h"
 #include "kernels/cuda/prim/split_reduce.cuh"
 
@@ -816,18 +816,12 @@ static bool workspace_of(scratch *to, const mn_hyper_args *p, bool backward) {
  * and one for all other calls. */
 template <typename T>
 static void launch_rows(const mn_hyper_params &k, bool backward, cudaStream_t stream) {
-    const bool by_mma = mn_is_bf16<T>() && k.n_pieces > 0 && mn_device_props_current().major >= 8;
-    const int64_t each = by_mma ? (int)PIECE_ROWS : (int)MN_HYPER_ROWS;
-    const dim3 blocks((unsigned)mn_ceil_div(k.s.rows, each), (unsigned)k.p.call.H,
-                      (unsigned)k.s.n_tiles);
-    if (by_mma) {
-        const auto forward = k.branches == 2 ? hyper_rows_fwd_mma_kernel<2>
-                                             : hyper_rows_fwd_mma_kernel<1>;
-        const auto back = k.branches == 2 ? hyper_rows_bwd_mma_kernel<2>
-                                          : hyper_rows_bwd_mma_kernel<1>;
-        (backward ? back : forward)<<<blocks, PIECE_THREADS, 0, stream>>>(k);
+    if (mn_is_bf16<T>() && k.n_pieces > 0 && mn_device_props_current().major >= 8) {
+        mn_hyper_rows_by_mma(k, backward, stream);
         return;
     }
+    const dim3 blocks((unsigned)mn_ceil_div(k.s.rows, (int64_t)MN_HYPER_ROWS),
+                      (unsigned)k.p.call.H, (unsigned)k.s.n_tiles);
     const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
     const auto rows = backward ? hyper_rows_bwd_kernel<T> : hyper_rows_fwd_kernel<T>;
     rows<<<blocks, MN_HYPER_THREADS, bytes, stream>>>(k);
@@ -926,10 +920,7 @@ static int run(const mn_hyper_args *p, bool backward, float *shared, cudaStream_
     const dim3 lags((unsigned)mn_ceil_div(mn_max(c.P, 1), 128), (unsigned)(c.Q + c.H),
                     (unsigned)mn_max(k.ranks, 1));
     if (k.lags > 0) hyper_params_by_lag_kernel<T><<<lags, 128, 0, stream>>>(k);
-    if (k.n_pieces > 0) {
-        const dim3 pieces((unsigned)mn_ceil_div(k.n_pieces * 32, 128), lags.y, PIECE_KINDS);
-        hyper_pieces_kernel<<<pieces, 128, 0, stream>>>(k);
-    }
+    mn_hyper_make_pieces(k, stream);
     if (backward) {
         if (!p->grad.k.data) s.dk.data = NULL;
         if (!p->grad.v.data) s.dv.data = NULL;

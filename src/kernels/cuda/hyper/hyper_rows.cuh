@@ -48,6 +48,15 @@ struct mn_hyper_params {
     int branches;
 };
 
+/* Parameters of 16 lags as operands of products (hyper_rows_mma.cu). */
+enum { PIECE_LAGS = 16, PIECE_ROWS = 16 };
+enum { PIECE_DOWN_U, PIECE_DOWN_VT, PIECE_UP_U, PIECE_UP_VT, PIECE_KINDS };
+enum { PIECE_FLOATS = PIECE_KINDS * 32 * 4 + PIECE_LAGS };    // that they take
+
+/* Lays them out, where rows go by them; and rows of a strip, forward or back. */
+void mn_hyper_make_pieces(const mn_hyper_params &k, cudaStream_t stream);
+void mn_hyper_rows_by_mma(const mn_hyper_params &k, bool backward, cudaStream_t stream);
+
 /* Where rank a of a lag lies in U or Vt, or in sums of their gradients. */
 __device__ inline int mn_hyper_place(const mn_hyper_params &k, int lag, int a) {
     return (a / 4 * (int)k.lags + lag) * 4 + a % 4;

@@ -532,7 +532,8 @@ __device__ __forceinline__ bool has_row(int &row, int chunk) {
 }
 
 /* The gradients of a chunk's tokens from all warps' sums, once they have stored them, and with the
- * first chunk, which comes last, S in front of the tile. `first`: the tile's first token, `n_rows`: of those from there on. */
+ * first chunk, which comes last, S in front of the tile. `first`: the tile's first token,
+ * `n_rows`: of those from there on. */
 template <typename Block>
 __device__ __forceinline__ void store_chunk(bwd_smem<Block> &r, launch_slice now,
                                           const tile_stage<Block, BACKWARD_PASS> &staged, int chunk,
@@ -625,8 +626,9 @@ __device__ __forceinline__ float init_last_tile(state_frag &adj, state_frag end,
 /* A tile back: `adj` from behind it to in front of it. `third`: its room of what came; the one
  * before was that of the tile behind. */
 template <typename Block>
-__device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, launch_slice now, int third, int turn,
-                                          int tile, int length, const float *front) {
+__device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, launch_slice now,
+                                         int third, int turn, int tile, int length,
+                                         const float *front) {
     token_scan<Block, BACKWARD_PASS> along(r.in[turn]);
     const tile_stage<Block, BACKWARD_PASS> &staged = r.staged[third];
     state_frag c;
@@ -642,7 +644,8 @@ __device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, la
         const int from = third - chunk, first = (tile + chunk) * TOKENS;    // of the chunk behind
         const auto midway = [&]() {
             if (first >= length) return;
-            store_chunk<Block>(r, now, r.staged[from < 0 ? 2 : from], chunk ^ 1, first, length - first);
+            store_chunk<Block>(r, now, r.staged[from < 0 ? 2 : from], chunk ^ 1, first,
+                               length - first);
         };
         int row;
         if (now.accumulates() && has_row<Block>(row, chunk ^ 1) && first + row < length) {
@@ -694,7 +697,9 @@ __device__ __forceinline__ void consumer_loop(bwd_smem<Block> &r, const mn_impor
             phase ^= turn, turn ^= 1;
             third = third == 2 ? 0 : third + 1;
         }
-        if (n_tiles > 0) store_chunk<Block>(r, now, r.staged[third == 0 ? 2 : third - 1], 0, 0, length);
+        if (n_tiles > 0) {
+            store_chunk<Block>(r, now, r.staged[third == 0 ? 2 : third - 1], 0, 0, length);
+        }
         float first = mn_warp_sum(store_state0_grads<Block>(adj, p, at));
         behind = mn_warp_sum(behind);
         if (threadIdx.x % 32 == 0) r.reduce[threadIdx.x / 32] = first;

@@ -644,7 +644,7 @@ struct tile_loader {
         constexpr int SLOT_SHARES = SLOT_KINDS_SPLIT * SLOT_QUADS / THREADS;
         constexpr int SHARES = COLUMN_KINDS * QUADS / THREADS, PER_SLOT = Block::SLOTS / 4;
         constexpr int PER_COLUMN = Block::COLUMNS / 4;
-        uint2 of_slots[SLOT_SHARES], of_columns[SHARES];    // reads do not pass writes by themselves
+        uint2 of_slots[SLOT_SHARES], of_columns[SHARES];    // reads pass no writes by themselves
 #pragma unroll
         for (int n = 0; n < SLOT_SHARES; n++) {
             const unsigned i = n * THREADS % SLOT_QUADS + thread, kind = n * THREADS / SLOT_QUADS;
@@ -840,7 +840,7 @@ struct fwd_smem {
     }
 };
 
-/* mn_mbarrier_wait on machines before 9.0, too, where a wait is a question asked again and again. */
+/* mn_mbarrier_wait on machines before 9.0, too, where a wait is a question asked over and over. */
 __device__ __forceinline__ void wait_for_phase(const uint64_t *mbar, int phase) {
 #if __CUDA_ARCH__ >= 900
     mn_mbarrier_wait(mbar, phase);
@@ -942,7 +942,8 @@ struct output_writer {
     __device__ output_writer(const mn_importance_args &p, float *parts, const place &at,
                              int64_t n_rows) {
         const int64_t v = Block::column0() + column(), token = at.span.t0 + row();
-        const int64_t place = blockIdx.z * n_rows + (at.span.b * p.call.T + token) * p.call.H + at.h;
+        const int64_t row_of_heads = at.span.b * p.call.T + token;
+        const int64_t place = blockIdx.z * n_rows + row_of_heads * p.call.H + at.h;
         mn_bf16 *o = mn_row<mn_bf16>(p.o, at.span.b, token, at.h);
         inside = (int)min(p.call.V - v, (int64_t)4);
         scale = (float)p.scale;
@@ -1036,8 +1037,9 @@ __device__ __forceinline__ void fwd_scan(fwd_smem<Block> &r, const mn_importance
     const unsigned sums = again((unsigned)(
         &r.out[0][Block::group()][2 * column_lane()][Block::column() + interleaved_row(0)] -
         &r.out[0][0][0][0]));
+    const auto &queries_at = r.staged[0].slots[1].at;
     const unsigned queries =
-        again((unsigned)(&r.staged[0].slots[1].at[row_lane()][slot] - &r.staged[0].slots[1].at[0][0]));
+        again((unsigned)(&queries_at[row_lane()][slot] - &queries_at[0][0]));
     state_frag c;
     load_first<Block, true>(c, p, at);
     c.times(FORWARD_UNIT);
@@ -1068,7 +1070,7 @@ importance_fwd_kernel(const __grid_constant__ mn_importance_args p, const gates 
     r.open();
     __syncthreads();
     unsigned done = 0;
-    /* Each role is one branch that begins with setmaxnreg: only then ptxas gives it its registers. */
+    /* Each role is a branch that begins with setmaxnreg: only then ptxas gives it its registers. */
     const int64_t n_items = mn_n_spans(p.call) * p.call.H;
     if (threadIdx.x >= Block::THREADS) {    // of 96 registers that each thread has, or 80
 #if MN_HAS_WGMMA

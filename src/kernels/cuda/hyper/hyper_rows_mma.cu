@@ -1,4 +1,4 @@
-/* hyper_rows_mma.cuh - rows of strips by tensor cores, for up to 16 ranks of bf16 calls (equations
+/* hyper_rows_mma.cu - rows of strips by tensor cores, for up to 16 ranks of bf16 calls (equations
  * in hyper.cu).
  *
  * A block has 16 rows of a head, a warp every eighth piece of 16 lags, and products are those of
@@ -13,22 +13,15 @@
  * left operand of the next, so that a row is gone over once for x and the ranks of what x becomes.
  * Places go the way of the keys: in lag order from the piece's last lag on. Parameters lie as right
  * operands (`hyper_pieces_kernel`), those of a lane side by side. */
-#ifndef MN_KERNELS_CUDA_HYPER_HYPER_ROWS_MMA_CUH
-#define MN_KERNELS_CUDA_HYPER_HYPER_ROWS_MMA_CUH
-
 #include "kernels/cuda/hyper/hyper_rows.cuh"
 
 namespace mneme::hyper {
 
 enum {
-    PIECE_LAGS = 16,
-    PIECE_ROWS = 16,
     PIECE_WARPS = 8,
     PIECE_THREADS = 32 * PIECE_WARPS,
     PIECE_PITCH = 20,    // of ranks of a row in shared memory
 };
-enum { PIECE_DOWN_U, PIECE_DOWN_VT, PIECE_UP_U, PIECE_UP_VT, PIECE_KINDS };
-enum { PIECE_FLOATS = PIECE_KINDS * 32 * 4 + PIECE_LAGS };    // that parameters of a piece take
 static_assert(PIECE_THREADS == PIECE_ROWS * MN_HYPER_RANKS, "a thread has one rank of one row");
 
 __device__ inline int mn_piece_lag(const mn_hyper_params &k, int piece, int place) {
@@ -533,6 +526,23 @@ hyper_rows_bwd_mma_kernel(const __grid_constant__ mn_hyper_params k) {
     for (int b = 0; b < branches; b++) mn_piece_ranks_back(k, f, smem, b, smem.sum(b));
 }
 
-}    // namespace mneme::hyper
+/* ---- launches -------------------------------------------------------------------------------- */
 
-#endif
+void mn_hyper_make_pieces(const mn_hyper_params &k, cudaStream_t stream) {
+    const mn_call &c = k.p.call;
+    if (k.n_pieces == 0) return;
+    const dim3 blocks((unsigned)mn_ceil_div(k.n_pieces * 32, 128), (unsigned)(c.Q + c.H),
+                      PIECE_KINDS);
+    hyper_pieces_kernel<<<blocks, 128, 0, stream>>>(k);
+}
+
+void mn_hyper_rows_by_mma(const mn_hyper_params &k, bool backward, cudaStream_t stream) {
+    const dim3 blocks((unsigned)mn_ceil_div(k.s.rows, (int64_t)PIECE_ROWS), (unsigned)k.p.call.H,
+                      (unsigned)k.s.n_tiles);
+    const auto forward = k.branches == 2 ? hyper_rows_fwd_mma_kernel<2>
+                                         : hyper_rows_fwd_mma_kernel<1>;
+    const auto back = k.branches == 2 ? hyper_rows_bwd_mma_kernel<2> : hyper_rows_bwd_mma_kernel<1>;
+    (backward ? back : forward)<<<blocks, PIECE_THREADS, 0, stream>>>(k);
+}
+
+}    // namespace mneme::hyper
