@@ -738,9 +738,6 @@ additive_gated_grad_sm90(const __grid_constant__ mn_gated_grad_params p, unsigne
 #endif
 }
 
-/* Whether blocks stay, or each has one piece of work. */
-static constexpr bool gated_grads_stay = true;
-
 template <int VP>
 inline int mn_gated_grad_launch(const mn_gated_grad_params &job, cudaStream_t stream) {
     const int64_t slices = mn_ceil_div(job.call.K, 64);
@@ -748,8 +745,7 @@ inline int mn_gated_grad_launch(const mn_gated_grad_params &job, cudaStream_t st
     if (count == 0) return cudaSuccess;
     if (count > INT32_MAX) return cudaErrorNotSupported;
     const int64_t room = 2 * (int64_t)mn_device_props_current().processors;
-    const int64_t blocks = gated_grads_stay ? mn_min(count, room) : count;
-    return mn_launch_smem(additive_gated_grad_sm90<VP>, dim3((unsigned)blocks),
+    return mn_launch_smem(additive_gated_grad_sm90<VP>, dim3((unsigned)mn_min(count, room)),
                           MN_GATED_GRAD_THREADS, sizeof(mn_gated_grad_smem<VP>), stream, job,
                           (unsigned)slices, (unsigned)count);
 }

@@ -41,9 +41,6 @@ enum {
     MN_SINGLE_PASS_CHUNK = MN_SINGLE_PASS_ACC + 8 * MN_SINGLE_PASS_STEP,
     MN_SINGLE_PASS_PRODUCERS = 64,
     MN_SINGLE_PASS_PITCH = 132,
-    MN_SINGLE_PASS_TMA = 1,         // whole tiles come by TMA
-    MN_SINGLE_PASS_EARLY_DV = 1,    // dv += w do begins before dz is made
-    MN_SINGLE_PASS_STMATRIX = 1,    // dz is stored by matrices of 8 by 8
     // registers of the threads that load and of those that multiply
     MN_SINGLE_PASS_LOAD_REGISTERS = 24,
     MN_SINGLE_PASS_REGISTERS = 240,
@@ -314,10 +311,10 @@ template <bool REDO>
 __device__ inline void mn_single_pass_load(mn_single_pass_smem &smem, const mn_single_pass &k,
                                            const mn_single_pass_coord &coord, int wild, int turn,
                                            int before) {
-    constexpr int unroll = MN_SINGLE_PASS_TMA && !REDO ? 1 : MN_SINGLE_PASS_STEP / 8;
+    constexpr int unroll = !REDO ? 1 : MN_SINGLE_PASS_STEP / 8;
     const mn_attn_params &p = k.f.p;
     const int i = threadIdx.x, K = (int)p.call.K, V = (int)p.call.V;
-    const bool by_tma = MN_SINGLE_PASS_TMA && !REDO && k.by_tma;
+    const bool by_tma = !REDO && k.by_tma;
     mn_mbarrier_wait(&smem.kv_empty, (turn & 1) ^ 1);
     if (coord.all == 0) {    // no query sees them: zeros leave through their place at once
         mn_mbarrier_arrive(&smem.kv_full);
@@ -575,7 +572,7 @@ __device__ inline void mn_single_pass_multiply(mn_single_pass_smem &smem, const 
     const uint32_t dz_at = mn_single_pass_dz_addr(smem.dz[0], row - row % 16);
     float z[32], g[32], dq[32] = {}, dk[64] = {}, dv[64] = {};
     uint32_t w[16], dz[16];
-    constexpr bool early_dv = MN_SINGLE_PASS_EARLY_DV && !REDO;
+    constexpr bool early_dv = !REDO;    // dv += w do begins before dz is made
     const auto start_scores = [&](int n) {
         mn_mbarrier_wait(&smem.stage_full[n & 1], n / 2 & 1);
         mn_wgmma_fence();
@@ -657,15 +654,7 @@ __device__ inline void mn_single_pass_multiply(mn_single_pass_smem &smem, const 
         mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[stage ^ 1]));
         mn_wgmma_commit();
         mn_mbarrier_wait(&smem.dz_empty[stage], (n / 2 & 1) ^ 1);
-        if (MN_SINGLE_PASS_STMATRIX) {
-            mn_single_pass_store_dz(dz_at + stage * mn_single_pass_smem::tile, dz);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 16; i++) {
-                const uint32_t to = mn_swizzle_byte(128, row + i % 2 * 8, i / 2 * 8 + column);
-                *(uint32_t *)(smem.dz[stage] + to) = dz[i];
-            }
-        }
+        mn_single_pass_store_dz(dz_at + stage * mn_single_pass_smem::tile, dz);
         __syncwarp();
         if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dz_full[stage]);
         mn_single_pass_note_dominant(smem, w, stage, coord.key, row, column);
@@ -1039,7 +1028,7 @@ inline mn_single_pass mn_single_pass_of(const mn_attn_params &p,
     k.n_semaphores = layout.n_semaphores, k.n_flags = layout.n_flags;
     k.n_tiles = (int)*blocks;
     keys.H = c.J;
-    k.by_tma = MN_SINGLE_PASS_TMA && mn_tma_map(&k.q, p.q, c, c.K, MN_SINGLE_PASS_STEP) &&
+    k.by_tma = mn_tma_map(&k.q, p.q, c, c.K, MN_SINGLE_PASS_STEP) &&
                mn_tma_map(&k.d_o, p.d_o, c, c.V, MN_SINGLE_PASS_STEP) &&
                mn_tma_map(&k.keys, p.k, keys, c.K, MN_SINGLE_PASS_KEYS) &&
                mn_tma_map(&k.values, p.v, keys, c.V, MN_SINGLE_PASS_KEYS);

@@ -313,10 +313,6 @@ __global__ void __launch_bounds__(THREADS)
 
 /* ---- backward -------------------------------------------------------------------------------- */
 
-/* Whether two tokens go back at a time, one's exchanges among lanes under the other's; the same
- * sums in the same order. */
-static constexpr bool two_tokens = true;
-
 /* dtail_m where it counts for du_{length+m}; zeros elsewhere */
 template <int N>
 __device__ static void tail_grad(float (&d)[N], const mn_conv_args &p, int64_t n, int64_t m,
@@ -415,36 +411,7 @@ struct tile_scan {
         }
     }
 
-    /* d_t in place of dy_t, from p_t */
-    __device__ void preact(float (&dy_t)[N], float (&sum)[N]) const {
-        if constexpr (ACT) {
-            float slope[N];
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                const float s = mn_sigmoid(sum[j]);
-                sum[j] *= s;
-                slope[j] = fmaf(sum[j], 1.0f - s, s);
-            }
-            if constexpr (UNIT) unit_grad(dy_t, sum);
-#pragma unroll
-            for (int j = 0; j < N; j++) dy_t[j] *= slope[j];
-        }
-    }
-
-    /* da_t in place of dy_t, from a_t */
-    __device__ void unit_grad(float (&dy_t)[N], const float (&a)[N]) const {
-        float sums[2] = { 0.0f, 0.0f };
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            sums[0] = fmaf(a[j], a[j], sums[0]);
-            sums[1] = fmaf(a[j], dy_t[j], sums[1]);
-        }
-        if (!at.on) sums[0] = sums[1] = 0.0f;
-        sum_head(sums, h.head_lanes);
-        unit_grad(dy_t, a, sums[0], sums[1]);
-    }
-
-    /* Likewise from the sums of a_t^2 and a_t.dy_t over the head. */
+    /* da_t in place of dy_t, from the sums of a_t^2 and a_t.dy_t over the head. */
     __device__ void unit_grad(float (&dy_t)[N], const float (&a)[N], float a_a, float a_dy) const {
         const float squares = a_a + h.more, r = rsqrtf(fmaxf(squares, h.least));
         const float pull = squares > h.least ? r * r * a_dy : 0.0f;
@@ -490,39 +457,27 @@ struct tile_scan {
         }
     }
 
-    /* INTERIOR: the tile has these tokens and the three before, the sequence those to be asked for;
-     * dy and dx exist. */
+    /* Two tokens at a time, one's exchanges among lanes under the other's. INTERIOR: the tile has
+     * these tokens and the three before, the sequence those to be asked for; dy and dx exist. */
     template <bool INTERIOR>
     __device__ void group(float (&dw)[TAPS + 1][N], int64_t t) {
         cp_async_wait_group();
-        if constexpr (two_tokens) {
 #pragma unroll
-            for (int g = 0; g < GROUP; g += 2) {
-                float sum[2][N], next[N], oldest[N];
-                next_u.consume(u[g], stage, g);
-                next_d.consume(d[g], stage, g);
-                f.apply(sum[0], u, g);
+        for (int g = 0; g < GROUP; g += 2) {
+            float sum[2][N], next[N], oldest[N];
+            next_u.consume(u[g], stage, g);
+            next_d.consume(d[g], stage, g);
+            f.apply(sum[0], u, g);
 #pragma unroll
-                for (int j = 0; j < N; j++) oldest[j] = u[g + 1][j];
-                next_u.consume(u[g + 1], stage, g + 1);
-                next_d.consume(next, stage, g + 1);
-                f.apply(sum[1], u, g + 1);
-                preact_two(d[g], next, sum);
-                finish<INTERIOR>(dw, t, g, oldest);
+            for (int j = 0; j < N; j++) oldest[j] = u[g + 1][j];
+            next_u.consume(u[g + 1], stage, g + 1);
+            next_d.consume(next, stage, g + 1);
+            f.apply(sum[1], u, g + 1);
+            preact_two(d[g], next, sum);
+            finish<INTERIOR>(dw, t, g, oldest);
 #pragma unroll
-                for (int j = 0; j < N; j++) d[g + 1][j] = next[j];
-                finish<INTERIOR>(dw, t, g + 1, u[(g + 2) % TAPS]);
-            }
-        } else {
-#pragma unroll
-            for (int g = 0; g < GROUP; g++) {
-                float sum[N];
-                next_u.consume(u[g], stage, g);
-                next_d.consume(d[g], stage, g);
-                f.apply(sum, u, g);
-                preact(d[g], sum);
-                finish<INTERIOR>(dw, t, g, u[(g + 1) % TAPS]);
-            }
+            for (int j = 0; j < N; j++) d[g + 1][j] = next[j];
+            finish<INTERIOR>(dw, t, g + 1, u[(g + 2) % TAPS]);
         }
         issue<INTERIOR>(t + STAGES * GROUP);
         to += GROUP * p.grad.x.stride[1];

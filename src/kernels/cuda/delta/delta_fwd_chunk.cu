@@ -331,10 +331,8 @@ inline int64_t mn_fwd_chunk_blocks(const mn_call &call) {
     return mn_fwd_chunk_slices(call) * call.H * mn_n_spans(call);
 }
 
-/* Whether the scan's blocks begin beside the end of the launch that makes T. */
-static const bool begins_early = true;
-
-/* Maps of segments begin beside the first, which so may not itself begin before T is there. */
+/* Blocks of whole sequences begin beside the end of the launch that makes T. Maps of segments begin
+ * beside the first, which so may not itself begin before T is there. */
 template <int KP>
 inline int mn_delta_fwd_chunk_sm90(const mn_delta_params &job, const mn_fwd_chunk_maps &maps,
                                    cudaStream_t stream, int segments = 0,
@@ -349,7 +347,7 @@ inline int mn_delta_fwd_chunk_sm90(const mn_delta_params &job, const mn_fwd_chun
             ? delta_fwd_chunk_sm90_kernel<KP, false, MN_FWD_CHUNK_REDO_ALL>
             : delta_fwd_chunk_sm90_kernel<KP, false, MN_FWD_CHUNK_REDO_SCAN>;
     const bool whole = job.segments.part == MN_DELTA_WHOLE;
-    return mn_launch_smem_behind(job.cuts || (whole && begins_early), kernel,
+    return mn_launch_smem_behind(job.cuts || whole, kernel,
                                  dim3((unsigned)blocks), MN_FWD_CHUNK_THREADS,
                                  sizeof(mn_fwd_chunk_smem<KP>), stream, job, maps,
                                  mn_fwd_chunk_slices(job.p.call), mn_curve_ready{});

@@ -118,17 +118,12 @@ __device__ inline void mn_wy_inverse_store_P(mn_bf16 *P, const unsigned char *ti
     }
 }
 
-/* Whether a batch's last chunks go first. */
-constexpr bool wy_from_last = true;
-
 /* The chunk of a block. Of a batch, the last chunks of all sequences are the first: the scan behind
  * begins with the other ones, of which keys and T are in the second cache then. */
 template <bool REDO>
 __device__ inline mn_delta_chunk_place mn_wy_inverse_find_chunk(const mn_delta_params &job) {
     const mn_call &call = job.p.call;
-    if (REDO || call.cu_seqlens || !wy_from_last) {
-        return mn_delta_find_chunk<REDO>(job, MN_DELTA_CHUNK);
-    }
+    if (REDO || call.cu_seqlens) return mn_delta_find_chunk<REDO>(job, MN_DELTA_CHUNK);
     const unsigned turn = blockIdx.x / (unsigned)call.H, B = (unsigned)call.B;
     const int64_t n_chunks = (call.T + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK;
     const int64_t chunk = n_chunks - 1 - turn / B, n = turn % B;
