@@ -316,8 +316,8 @@ struct token_adjoint {
     __device__ __forceinline__ void put(state_frag &adj, unsigned ones) const {
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            mma_k8(adj.M[n], make_uint2(X[2 * n], X[2 * n + 1]), ones);
-            mma_k8(adj.I[n], make_uint2(Y[2 * n], Y[2 * n + 1]), ones);
+            mn_mma_bf16_k8(adj.M[n], make_uint2(X[2 * n], X[2 * n + 1]), ones);
+            mn_mma_bf16_k8(adj.I[n], make_uint2(Y[2 * n], Y[2 * n + 1]), ones);
         }
     }
 
@@ -336,7 +336,7 @@ struct token_adjoint {
 /* exp(x), twice. */
 __device__ __forceinline__ unsigned exp_bf16x2(float x) {
     const float y = expf(x);
-    return bf16x2_of(y, y);
+    return mn_bf16x2_of(y, y);
 }
 
 /* Tokens first .. first + HALF: their share of all gradients, and the adjoints in front of them

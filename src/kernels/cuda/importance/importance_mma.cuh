@@ -15,6 +15,7 @@
 
 #include "kernels/cuda/importance/importance.cuh"
 #include "kernels/cuda/prim/mbarrier.cuh"
+#include "kernels/cuda/prim/mma_bf16.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::importance::mma_path {
@@ -115,22 +116,6 @@ struct producer_warps {
 
 /* ---- products -------------------------------------------------------------------------------- */
 
-/* sum += A B of depth 8 */
-__device__ __forceinline__ void mma_k8(float (&sum)[4], uint2 a, unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a.x), "r"(a.y), "r"(b));
-}
-
-/* = A B of depth 8 */
-__device__ __forceinline__ void mma_k8_zero(float (&to)[4], uint2 a, unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%7, %7, %7, %7};"
-        : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
-        : "r"(a.x), "r"(a.y), "r"(b), "f"(0.0f));
-}
-
 /* sum += A B of depth 16 */
 __device__ __forceinline__ void mma_k16(float (&sum)[4], const unsigned (&a)[4], uint2 b) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -150,12 +135,6 @@ __device__ __forceinline__ void mma_k16_column(float (&to)[4], const unsigned (&
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "f"(0.0f));
     if (column_lane() != t / 2) return;
     to[t % 2] = all[t % 2], to[2 + t % 2] = all[2 + t % 2];
-}
-
-__device__ __forceinline__ unsigned bf16x2_of(float first, float second) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
 }
 
 __device__ __forceinline__ float low_half(unsigned pair) {
@@ -186,17 +165,11 @@ __device__ __forceinline__ unsigned broadcast_high(unsigned pair) {
     return __byte_perm(pair, 0, 0x3232);
 }
 
-/* Two numbers of bf16 whose sum is x. */
-__device__ __forceinline__ unsigned split(float x) {
-    const float high = __uint_as_float(bf16x2_of(0.0f, x));
-    return bf16x2_of(high, x - high);
-}
-
 /* Two products' results as a factor of depth 16. */
 __device__ __forceinline__ void frag_of_acc(unsigned (&to)[4], const float (&x)[4],
                                           const float (&y)[4]) {
-    to[0] = bf16x2_of(x[0], x[1]), to[1] = bf16x2_of(x[2], x[3]);
-    to[2] = bf16x2_of(y[0], y[1]), to[3] = bf16x2_of(y[2], y[3]);
+    to[0] = mn_bf16x2_of(x[0], x[1]), to[1] = mn_bf16x2_of(x[2], x[3]);
+    to[2] = mn_bf16x2_of(y[0], y[1]), to[3] = mn_bf16x2_of(y[2], y[3]);
 }
 
 __device__ __forceinline__ unsigned turned(unsigned x) {
@@ -345,7 +318,7 @@ importance_gates_kernel(const __grid_constant__ mn_importance_args p, gates *all
     gates &to = all[item];
     to.a[t] = expf(log), to.forget[t] = forget, to.over[t] = over * unit;
     to.base[t] = base, to.step[t] = expf(sum - before);
-    to.fresh[t] = split(fresh);
+    to.fresh[t] = mn_bf16_split(fresh);
     if (t == HALF - 1) to.early = so_far;
     if (t == TOKENS - 1) to.rest = expf(sum - base), to.heads = heads, to.whole = so_far;
 }
@@ -684,8 +657,8 @@ private:
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float scaled = x[i] * over;
-            key[i] = split(scaled);
-            weight[i] = split(x[i] * scaled);
+            key[i] = mn_bf16_split(scaled);
+            weight[i] = mn_bf16_split(x[i] * scaled);
         }
         to.slots.put(t, KEY_FACTOR, slot, key);
         to.slots.put(t, WEIGHT_FACTOR, slot, weight);
@@ -697,7 +670,7 @@ private:
         unsigned query[4];
         unpack_bf16(x, queries);
 #pragma unroll
-        for (int i = 0; i < 4; i++) query[i] = split(scale * x[i]);
+        for (int i = 0; i < 4; i++) query[i] = mn_bf16_split(scale * x[i]);
         to.slots.put(t, QUERY_FACTOR, slot, query);
     }
 
@@ -768,10 +741,10 @@ struct token_scan {
         const uint2 to_mean = TRANS ? slot_factors::get(mean, t) : column_factors::get(mean, t);
         const uint2 to_weight = TRANS ? slot_factors::get(weight, t) :
                                          column_factors::get(weight, t);
-        mma_k8(c.M[0], of_rows, to_mean.x);
-        mma_k8(c.M[1], of_rows, to_mean.y);
-        mma_k8(c.I[0], of_rows, to_weight.x);
-        mma_k8(c.I[1], of_rows, to_weight.y);
+        mn_mma_bf16_k8(c.M[0], of_rows, to_mean.x);
+        mn_mma_bf16_k8(c.M[1], of_rows, to_mean.y);
+        mn_mma_bf16_k8(c.I[0], of_rows, to_weight.x);
+        mn_mma_bf16_k8(c.I[1], of_rows, to_weight.y);
     }
 
     /* Tokens first .. first + count, none of which is to be read, by fours. */
@@ -791,10 +764,10 @@ struct token_scan {
         for (int t = first; t < first + count; t += 4) {
             const uint2 key = slot_factors::get(keys, t), weight = slot_factors::get(weights, t);
             const uint2 v = column_factors::get(values, t), b = column_factors::get(writes, t);
-            mma_k8(c.M[0], key, v.x);
-            mma_k8(c.M[1], key, v.y);
-            mma_k8(c.I[0], weight, b.x);
-            mma_k8(c.I[1], weight, b.y);
+            mn_mma_bf16_k8(c.M[0], key, v.x);
+            mn_mma_bf16_k8(c.M[1], key, v.y);
+            mn_mma_bf16_k8(c.I[0], weight, b.x);
+            mn_mma_bf16_k8(c.I[1], weight, b.y);
         }
         const float fresh = count == HALF ? in.early : in.whole;
 #pragma unroll
@@ -804,8 +777,8 @@ struct token_scan {
     /* scale q do' of token t. */
     __device__ __forceinline__ void pull(float (&to)[2][4], int t) const {
         const uint2 of_rows = slot_factors::get(rows, t), cot = column_factors::get(read, t);
-        mma_k8_zero(to[0], of_rows, cot.x);
-        mma_k8_zero(to[1], of_rows, cot.y);
+        mn_mma_bf16_k8_zero(to[0], of_rows, cot.x);
+        mn_mma_bf16_k8_zero(to[1], of_rows, cot.y);
     }
 };
 

@@ -408,7 +408,7 @@ struct prefetch {
         for (int c = 0; c < 2; c++) {
             const float b = beta[n].at(c);
             u[c] = reciprocal(fmaf(b, all, 1.0f)), w[c] = b * u[c], write[c] = w[c] * v[n].at(c);
-            to.weights[place_of(threadIdx.x % 32 * 2 + c)] = split(-w[c]);
+            to.weights[place_of(threadIdx.x % 32 * 2 + c)] = mn_bf16_split(-w[c]);
         }
     }
 
@@ -418,10 +418,11 @@ struct prefetch {
         unsigned high[ITEMS], low[ITEMS], key[ITEMS];
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            const float x = k[n].at(i), square = isinf(all) ? all : x * x, first = rounded(square);
-            high[i] = bf16_pair(first, first);
-            low[i] = bf16_pair(square - first, square - first);
-            key[i] = bf16_pair(x, x);
+            const float x = k[n].at(i), square = isinf(all) ? all : x * x;
+            const float first = mn_bf16_rounded(square);
+            high[i] = mn_bf16x2_of(first, first);
+            low[i] = mn_bf16x2_of(square - first, square - first);
+            key[i] = mn_bf16x2_of(x, x);
         }
         store_words<ITEMS>(to.keys[0] + row, high);
         store_words<ITEMS>(to.keys[1] + row, low);
@@ -440,7 +441,7 @@ struct prefetch {
             put_weights(one, u, w, write, n, all);
 #pragma unroll
             for (int c = 0; c < 2; c++) {
-                one.writes[place_of(threadIdx.x % 32 * 2 + c)] = split(write[c]);
+                one.writes[place_of(threadIdx.x % 32 * 2 + c)] = mn_bf16_split(write[c]);
             }
         }
     }
@@ -475,8 +476,8 @@ struct prefetch {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             const int place = place_of(2 * pair + c);
-            to.writes[place] = split(to_write * write[c]);
-            to.cots[place] = bf16_pair(to_cot * cots[c], to_cot * cots[c]);
+            to.writes[place] = mn_bf16_split(to_write * write[c]);
+            to.cots[place] = mn_bf16x2_of(to_cot * cots[c], to_cot * cots[c]);
         }
         return { __uint_as_float(most_cot), __uint_as_float(most_written), cot_unit, write_unit,
                  w_unit };
@@ -494,7 +495,7 @@ struct prefetch {
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             const float own = key[i] * inverse_of(unit);
-            halves[i] = pair_of(own, 0.125f * (own * own)), queries[i] = split(query[i]);
+            halves[i] = pair_of(own, 0.125f * (own * own)), queries[i] = mn_bf16_split(query[i]);
         }
         store_words<ITEMS>(to.k_pair + row, halves);
         store_words<ITEMS>(to.queries + row, queries);
@@ -564,8 +565,8 @@ struct cells {
     __device__ __forceinline__ void add(uint4 a, uint2 b) {
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            mma_k8(at[0][n], a.x, a.y, n ? b.y : b.x);
-            mma_k8(at[1][n], a.z, a.w, n ? b.y : b.x);
+            mn_mma_bf16_k8(at[0][n], make_uint2(a.x, a.y), n ? b.y : b.x);
+            mn_mma_bf16_k8(at[1][n], make_uint2(a.z, a.w), n ? b.y : b.x);
         }
     }
 
@@ -574,7 +575,8 @@ struct cells {
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             float by[4];
-            mma_k8_zero(by, m ? a.z : a.x, m ? a.w : a.y, n ? b.y : b.x);
+            mn_mma_bf16_k8_zero(by, m ? make_uint2(a.z, a.w) : make_uint2(a.x, a.y),
+                                n ? b.y : b.x);
 #pragma unroll
             for (int i = 0; i < 4; i++) at[m][n][i] = fmaf(by[i], at[m][n][i], at[m][n][i]);
         }

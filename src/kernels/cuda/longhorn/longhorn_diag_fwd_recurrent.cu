@@ -161,14 +161,16 @@ __device__ __forceinline__ void advance(Cells &S, const token_frags &in) {
     float by[4][4];    // -w k^2
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-        mma_k8_zero(by[n], in.weights[n / 2 * 2], in.weights[n / 2 * 2 + 1], in.keys[n % 2]);
+        mn_mma_bf16_k8_zero(by[n], make_uint2(in.weights[n / 2 * 2], in.weights[n / 2 * 2 + 1]),
+                            in.keys[n % 2]);
     }
 #pragma unroll
     for (int n = 0; n < 4; n++) {
         float(&cell)[4] = S.at[n / 2][n % 2];
 #pragma unroll
         for (int i = 0; i < 4; i++) cell[i] = fmaf(by[n][i], cell[i], cell[i]);
-        mma_k8(cell, in.writes[n / 2 * 2], in.writes[n / 2 * 2 + 1], in.keys[n % 2]);
+        mn_mma_bf16_k8(cell, make_uint2(in.writes[n / 2 * 2], in.writes[n / 2 * 2 + 1]),
+                       in.keys[n % 2]);
     }
 }
 
@@ -242,11 +244,11 @@ struct prefetch {
         unsigned high[4], low[4], key[4];
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-            const float x = k.at(n), square = x * x, first = rounded(square);
+            const float x = k.at(n), square = x * x, first = mn_bf16_rounded(square);
             norm = fmaf(x, x, norm);
-            high[n] = bf16_pair(first, first);
-            low[n] = bf16_pair(square - first, square - first);
-            key[n] = bf16_pair(x, x);
+            high[n] = mn_bf16x2_of(first, first);
+            low[n] = mn_bf16x2_of(square - first, square - first);
+            key[n] = mn_bf16x2_of(x, x);
         }
         norm = mn_warp_sum(norm);
         if (has_rows()) {    // rows 0, 2, 1, 3: tiles 0 and 1 of two numbers
@@ -258,8 +260,8 @@ struct prefetch {
 #pragma unroll
         for (int c = 0; c < COLUMN_WARPS; c++) {
             const float b = beta.at(c), w = b * reciprocal(fmaf(b, norm, 1.0f));
-            to.weights[first_column() + c] = split(-w);
-            to.writes[first_column() + c] = split(w * v.at(c));
+            to.weights[first_column() + c] = mn_bf16_split(-w);
+            to.writes[first_column() + c] = mn_bf16_split(w * v.at(c));
         }
     }
 };
@@ -285,7 +287,7 @@ __device__ __forceinline__ void store_out(const stage<ROW_WARPS, COLUMN_WARPS> &
     mn_bf16 *out = mn_row<mn_bf16>(p.out, at.span.b, at.span.t0 + t + token, at.h) + j;
     if constexpr (COLUMN_WARPS == 2) {
         if (j + 1 < p.call.V && (uintptr_t)out % 4 == 0) {
-            *(unsigned *)out = bf16_pair(p.scale * sums[0], p.scale * sums[1]);
+            *(unsigned *)out = mn_bf16x2_of(p.scale * sums[0], p.scale * sums[1]);
             return;
         }
     }

@@ -8,40 +8,9 @@
 #ifndef MN_KERNELS_CUDA_LONGHORN_LONGHORN_OUTER_CUH
 #define MN_KERNELS_CUDA_LONGHORN_LONGHORN_OUTER_CUH
 
+#include "kernels/cuda/prim/mma_bf16.cuh"
+
 namespace mneme::longhorn::outer {
-
-/* to = A b of depth 8 */
-__device__ __forceinline__ void mma_k8_zero(float (&to)[4], unsigned a0, unsigned a1, unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%7, %7, %7, %7};"
-        : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
-        : "r"(a0), "r"(a1), "r"(b), "f"(0.0f));
-}
-
-/* sum += A b of depth 8 */
-__device__ __forceinline__ void mma_k8(float (&sum)[4], unsigned a0, unsigned a1, unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(b));
-}
-
-/* A pair of bf16, the first number in the lower half. */
-__device__ __forceinline__ unsigned bf16_pair(float first, float second) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-}
-
-__device__ __forceinline__ float rounded(float x) {
-    return __uint_as_float(bf16_pair(0.0f, x));
-}
-
-/* Two numbers of bf16 whose sum is x. */
-__device__ __forceinline__ unsigned split(float x) {
-    const float high = rounded(x);
-    return bf16_pair(high, x - high);
-}
 
 __device__ __forceinline__ float reciprocal(float x) {
     float y;
