@@ -16,6 +16,7 @@
 #include "kernels/cuda/delta/delta_intra_chunk_channel_sm90.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
 #include "kernels/cuda/delta/delta_redo.cuh"
+#include "kernels/cuda/delta/delta_scan_wide_keys_sm90.cuh"
 #include "kernels/cuda/delta/delta_wy_inverse_sm90.cuh"
 #include "kernels/cuda/delta/delta_state_scan_warp.cuh"
 #include "kernels/delta_gpu.h"
@@ -437,12 +438,23 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
     const auto forth = [&](const mn_delta_params &part, int segments) {
         if constexpr (KP <= 128 && !CHANNEL) {
             if (saves) return mn_delta_scan_save_sm90<KP>(part, save_maps, stream, segments);
+        } else if constexpr (!CHANNEL) {
+            bool served;
+            const int code = mn_delta_scan_wide_keys<MN_WIDE_SAVE>(part, part.padded_v, &served,
+                                                                   stream);
+            if (served) return code;
         }
         return mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, CHANNEL, MN_SCAN_SAVE>,
                                        delta_state_scan_warp_kernel<KP, CHANNEL, true>, part,
                                        false, part.padded_v, stream, segments);
     };
     const auto back = [&](const mn_delta_params &part, int segments) {
+        if constexpr (KP > 128 && !CHANNEL) {
+            bool served;
+            const int code = mn_delta_scan_wide_keys<MN_WIDE_BACK>(part, part.padded_v, &served,
+                                                                   stream);
+            if (served) return code;
+        }
         return mn_delta_state_scan<KP>(delta_state_scan_bwd_kernel<KP, CHANNEL>,
                                        delta_state_scan_bwd_warp_kernel<KP, CHANNEL>, part, true,
                                        part.padded_v, stream, segments, two_back, beside);

@@ -13,6 +13,8 @@
 #include "kernels/cuda/delta/delta_fwd_wide_sm90.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
 #include "kernels/cuda/delta/delta_intra_chunk_channel_sm90.cuh"
+#include "kernels/cuda/delta/delta_wy_inverse_group_sm90.cuh"
+#include "kernels/cuda/delta/delta_scan_wide_keys_sm90.cuh"
 #include "kernels/cuda/delta/delta_wy_inverse_sm90.cuh"
 #include "kernels/cuda/delta/delta_state_scan_warp.cuh"
 #include "kernels/cuda/prim/sync.cuh"
@@ -153,12 +155,12 @@ __device__ inline void mn_fwd_chunk_scores(mn_fwd_chunk_smem<KP> &smem, float sc
         uint4 *rows = (uint4 *)(smem.stage[i].front.P + block * 16 * 128);
         for (int k = lane; k < 16 * 8; k += 32) rows[k] = make_uint4(0, 0, 0, 0);
     }
-    for (int chunk = 0; chunk < smem.place.n_chunks; chunk++) {
+    const int n_chunks = smem.place.n_chunks;
+    for (int chunk = 0; chunk < n_chunks; chunk++) {
         const int slot = chunk % MN_FWD_CHUNK_STAGES;
         mn_fwd_chunk_stage<KP> &in = smem.stage[slot];
         float sum[8][4] = {};
         mn_mbarrier_wait(&smem.full[slot], chunk / MN_FWD_CHUNK_STAGES & 1);
-        mn_fence_proxy_async();
         mn_wgmma_scores_start<KP>(sum, mn_shared_u32(in.queries), mn_shared_u32(in.front.keys));
         const mn_delta_score_decays by = mn_delta_score_decays_of(in.log_decays, block);
         mn_mma_wait<true>();
@@ -168,20 +170,11 @@ __device__ inline void mn_fwd_chunk_scores(mn_fwd_chunk_smem<KP> &smem, float sc
         };
         mn_delta_put_scores(sum, by, in.log_decays, block, true, put);
         mn_fence_proxy_async();
-        mn_mbarrier_arrive(&smem.scored[slot]);
+        mn_mbarrier_arrive_warp(&smem.scored[slot]);
     }
 }
 
 /* ---- the warpgroup that keeps the state ------------------------------------------------------ */
-
-/* Starts y += x matrix' for x (16 value columns, 64 tokens) and a matrix (64,64). */
-__device__ inline void mn_fwd_chunk_mma_lower(float (&y)[8][4], const unsigned (&x)[4][4],
-                                      const unsigned char *matrix) {
-    mn_mma_fence<true>();
-#pragma unroll
-    for (int k = 0; k < 4; k++) mn_mma_abt<true>(y, x[k], mn_shared_u32(matrix), 16 * k, 0);
-    mn_mma_commit<true>();
-}
 
 /* For each chunk: X, R, O and the next S as in the equations above, all transposed; O goes to
  * smem.out, the last S to p.state. */
@@ -189,36 +182,28 @@ template <int KP>
 __device__ inline void mn_fwd_chunk_state_scan(mn_fwd_chunk_smem<KP> &smem,
                                                const mn_delta_params &job) {
     const mn_scan_coord &at = smem.place;
-    const int col_tile = threadIdx.x / 32;
+    const int col_tile = threadIdx.x / 32, n_chunks = at.n_chunks;
     mn_scan_state<KP, true, 1> S;
     S.load(job, at);
-    for (int chunk = 0; chunk < at.n_chunks; chunk++) {
+    for (int chunk = 0; chunk < n_chunks; chunk++) {
         const int slot = chunk % MN_FWD_CHUNK_STAGES, phase = chunk / MN_FWD_CHUNK_STAGES & 1;
         mn_fwd_chunk_stage<KP> &in = smem.stage[slot];
-        float X[8][4] = {}, R[8][4] = {}, O[8][4] = {};
+        float X[8][4], R[8][4], O[8][4];
         unsigned a[KP / 16][4], x[4][4], r[4][4];
 #pragma unroll
         for (int k = 0; k < KP / 16; k++) mn_frag_a_of(a[k], S.at[2 * k], S.at[2 * k + 1]);
         mn_mbarrier_wait(&smem.full[slot], phase);
-        mn_fence_proxy_async();
         mn_mma_fence<true>();
-#pragma unroll
-        for (int k = 0; k < KP / 16; k++) {
-            mn_mma_abt<true>(X, a[k], mn_shared_u32(in.front.keys), 16 * k, 0);
-        }
-        mn_mma_commit<true>();
-#pragma unroll
-        for (int k = 0; k < KP / 16; k++) {
-            mn_mma_abt<true>(O, a[k], mn_shared_u32(in.queries), 16 * k, 0);
-        }
-        mn_mma_commit<true>();
+        mn_fwd_chunk_mma<false>(X, a, in.front.keys);
+        mn_fwd_chunk_mma<false>(O, a, in.queries);
         const float cum_decay = in.log_decays.gamma[MN_DELTA_CHUNK - 1];
 #pragma unroll
         for (int i = 0; i < KP / 2; i++) S.at[i / 4][i % 4] *= cum_decay;
         mn_mma_wait<true, 1>();
-        mn_scan_scale_tokens(X, in.log_decays.gamma, 1.0f);
-        mn_scan_residuals<KP, true>(x, X, in.front, col_tile, 0);
-        mn_fwd_chunk_mma_lower(R, x, in.front.T);
+        mn_fwd_chunk_residuals(X, in.front.values, in.log_decays.gamma, col_tile);
+        mn_scan_frags_a(x, X);
+        mn_mma_fence<true>();
+        mn_fwd_chunk_mma<false>(R, x, in.front.T);
         mn_mma_wait<true, 1>();
         mn_scan_scale_tokens(O, in.log_decays.gamma, job.scale);
         mn_mma_wait<true>();
@@ -226,7 +211,8 @@ __device__ inline void mn_fwd_chunk_state_scan(mn_fwd_chunk_smem<KP> &smem,
         mn_scan_scale_tokens(R, in.log_decays.write, 1.0f);
         mn_scan_frags_a(x, R);
         mn_mbarrier_wait(&smem.scored[slot], phase);
-        mn_fwd_chunk_mma_lower(O, r, in.front.P);
+        mn_mma_fence<true>();
+        mn_fwd_chunk_mma<true>(O, r, in.front.P);
         S.add(x, in.front.keys);
         mn_mma_commit<true>();
         mn_mbarrier_wait(&smem.out_empty[chunk % 2], (chunk / 2 & 1) ^ 1);
@@ -234,8 +220,8 @@ __device__ inline void mn_fwd_chunk_state_scan(mn_fwd_chunk_smem<KP> &smem,
         mn_fwd_chunk_stage_out(smem.out[chunk % 2], O, threadIdx.x);
         mn_mma_wait<true>();
         mn_fence_proxy_async();
-        mn_mbarrier_arrive(&smem.out_full[chunk % 2]);
-        mn_mbarrier_arrive(&smem.empty[slot]);
+        mn_mbarrier_arrive_warp(&smem.out_full[chunk % 2]);
+        mn_mbarrier_arrive_warp(&smem.empty[slot]);
     }
     S.store(job, at);
 }
@@ -281,11 +267,11 @@ delta_fwd_chunk_sm90_kernel(const __grid_constant__ mn_delta_params job,
     if (threadIdx.x == 0) {
         for (int i = 0; i < MN_FWD_CHUNK_STAGES; i++) {
             mn_mbarrier_init(&smem.full[i], MN_DELTA_PRODUCERS);
-            mn_mbarrier_init(&smem.scored[i], MN_FWD_CHUNK_WARPGROUP);
-            mn_mbarrier_init(&smem.empty[i], MN_FWD_CHUNK_WARPGROUP);
+            mn_mbarrier_init(&smem.scored[i], MN_FWD_CHUNK_WARPGROUP / 32);
+            mn_mbarrier_init(&smem.empty[i], MN_FWD_CHUNK_WARPGROUP / 32);
         }
         for (int i = 0; i < 2; i++) {
-            mn_mbarrier_init(&smem.out_full[i], MN_FWD_CHUNK_WARPGROUP);
+            mn_mbarrier_init(&smem.out_full[i], MN_FWD_CHUNK_WARPGROUP / 32);
             mn_mbarrier_init(&smem.out_empty[i], 32);
         }
         mn_mbarrier_init_fence();
@@ -438,7 +424,8 @@ static int forward_sm90(const mn_delta_params &job, const mn_fwd_chunk_maps &map
     return code == cudaSuccess ? scan_sm90<KP>(job, maps, cuts, stream) : code;
 }
 
-/* The scan of delta_state_scan.cuh, behind the intra-chunk stage. */
+/* The scan of delta_state_scan.cuh, behind the intra-chunk stage; on Hopper, where keys have more
+ * than 128 channels, that of delta_scan_wide_keys_sm90.cuh. */
 template <int KP, bool CHANNEL>
 static int scan(const mn_delta_params &job, cudaStream_t stream) {
     const auto launch = [&](const mn_delta_params &part, int segments) {
@@ -450,6 +437,11 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
         if (mn_delta_has_segments(job)) {
             return mn_delta_scan_segments<KP, CHANNEL>(job, stream, launch);
         }
+    } else if constexpr (!CHANNEL) {
+        bool served;
+        const int code = mn_delta_scan_wide_keys<MN_WIDE_OUTPUT>(job, job.p.call.V, &served,
+                                                                 stream);
+        if (served) return code;
     }
     return launch(job, 0);
 }

@@ -230,7 +230,6 @@ __device__ inline void mn_fwd_wide_scores(mn_fwd_wide_smem<KP> &smem, float scal
         const mn_delta_log_decays &log_decays = smem.log_decays[turn.slot];
         float sum[8][4] = {};
         mn_mbarrier_wait(&smem.full[turn.slot], turn.phase);
-        mn_fence_proxy_async();
         mn_wgmma_scores_start<KP>(sum, mn_shared_u32(in.queries), mn_shared_u32(in.keys));
         const mn_delta_score_decays by = mn_delta_score_decays_of(log_decays, block);
         mn_mma_wait<true>();
@@ -273,7 +272,7 @@ __device__ inline void mn_fwd_chunk_stage_out(unsigned char *tile, const float (
 /* Starts y = x rows', or where it ADDS y += x rows', for x (16 value columns of a warp, 16 N
  * channels or tokens) and a tile of rows (64, 16 N). A descriptor counts in 16 bytes. */
 template <bool ADDS, int N>
-__device__ inline void mn_fwd_wide_mma(float (&y)[8][4], const unsigned (&x)[N][4],
+__device__ inline void mn_fwd_chunk_mma(float (&y)[8][4], const unsigned (&x)[N][4],
                                         const unsigned char *rows) {
     const uint64_t b = mn_wgmma_smem_desc(mn_shared_u32(rows));
 #pragma unroll
@@ -283,6 +282,26 @@ __device__ inline void mn_fwd_wide_mma(float (&y)[8][4], const unsigned (&x)[N][
         else mn_wgmma_m64n64k16<0>(y, x[k], at);
     }
     mn_mma_commit<true>();
+}
+
+/* X = V - gamma X, transposed: a warp's 16 value columns of a tile (64 tokens, 64 columns). */
+__device__ inline void mn_fwd_chunk_residuals(float (&X)[8][4], const unsigned char *values,
+                                              const float *gamma, int col_tile) {
+    const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        unsigned v[4];
+        mn_frag_a_trans(v, mn_shared_u32(values), col_tile * 16, 16 * k);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float(&x)[4] = X[2 * k + half];
+            const float2 by = *(const float2 *)&gamma[16 * k + 8 * half + column];
+            x[0] = fmaf(-by.x, x[0], mn_bf16_lo(v[2 * half]));
+            x[1] = fmaf(-by.y, x[1], mn_bf16_hi(v[2 * half]));
+            x[2] = fmaf(-by.x, x[2], mn_bf16_lo(v[2 * half + 1]));
+            x[3] = fmaf(-by.y, x[3], mn_bf16_hi(v[2 * half + 1]));
+        }
+    }
 }
 
 /* Starts S += x rows, for x (16 value columns, 64 tokens) and a tile of rows (64,KP). */
@@ -308,6 +327,17 @@ __device__ inline void mn_fwd_wide_decay(float (&S)[N][4], float by) {
     for (int i = 0; i < 4 * N; i++) S[i / 4][i % 4] *= by;
 }
 
+/* The warpgroups of states take turns at the products with which a chunk begins, so that either
+ * computes beside the products of the other one. The first may begin; behind the last chunk it
+ * takes what the other one has given. */
+__device__ inline void mn_fwd_wide_wait_turn(int slice) {
+    mn_named_barrier_sync(1 + slice, MN_FWD_WIDE_SLICES * MN_FWD_WIDE_GROUP);
+}
+
+__device__ inline void mn_fwd_wide_give_turn(int slice) {
+    mn_named_barrier_arrive(2 - slice, MN_FWD_WIDE_SLICES * MN_FWD_WIDE_GROUP);
+}
+
 /* For each chunk: X, R, O and the next S as in the equations above, all transposed; the last S to
  * p.state. E S of a chunk is asked for before o of the one before is stored; behind the last chunk
  * once more, for nothing, so that no product is in a branch. There is a chunk. */
@@ -320,6 +350,7 @@ __device__ inline void mn_fwd_wide_state_scan(mn_fwd_wide_smem<KP> &smem,
     mn_scan_state<KP, true, 1> S;
     at.column0 += 64 * slice;
     S.load(job, at);
+    if (slice == 1) mn_fwd_wide_give_turn(slice);
     for (int chunk = 0; chunk < n_chunks; chunk++) {
         const mn_fwd_wide_turn turn(chunk);
         mn_fwd_wide_stage<KP> &in = smem.stage[turn.slot];
@@ -328,15 +359,16 @@ __device__ inline void mn_fwd_wide_state_scan(mn_fwd_wide_smem<KP> &smem,
         unsigned a[KP / 16][4], x[4][4], r[4][4];
         mn_scan_frags_a(a, S.at);
         mn_mbarrier_wait(&smem.full[turn.slot], turn.phase);
+        mn_fwd_wide_wait_turn(slice);
         mn_mma_fence<true>();
-        mn_fwd_wide_mma<false>(X, a, in.keys);
-        mn_fwd_wide_mma<false>(O, a, in.queries);
+        mn_fwd_chunk_mma<false>(X, a, in.keys);
+        mn_fwd_chunk_mma<false>(O, a, in.queries);
+        mn_fwd_wide_give_turn(slice);
         mn_mma_wait<true>();    // of both: their operands' registers are needed
-        mn_scan_scale_tokens(X, log_decays.gamma, 1.0f);
-        mn_scan_subtract_from(X, mn_shared_u32(in.values[slice]), col_tile, 0);
+        mn_fwd_chunk_residuals(X, in.values[slice], log_decays.gamma, col_tile);
         mn_scan_frags_a(x, X);
         mn_mma_fence<true>();
-        mn_fwd_wide_mma<false>(R, x, in.T);
+        mn_fwd_chunk_mma<false>(R, x, in.T);
         mn_fwd_wide_decay(S.at, log_decays.gamma[MN_DELTA_CHUNK - 1]);
         mn_scan_scale_tokens(O, log_decays.gamma, job.scale);
         mn_mma_wait<true>();
@@ -345,7 +377,7 @@ __device__ inline void mn_fwd_wide_state_scan(mn_fwd_wide_smem<KP> &smem,
         mn_scan_frags_a(x, R);
         mn_mbarrier_wait(&smem.scored[turn.slot], turn.phase);
         mn_mma_fence<true>();
-        mn_fwd_wide_mma<true>(O, r, in.P);
+        mn_fwd_chunk_mma<true>(O, r, in.P);
         mn_fwd_wide_mma_state<KP>(S.at, x, in.keys);
         mn_mma_wait<true, 1>();
         mn_fwd_chunk_stage_out(in.values[slice], O, mn_tid_again());
@@ -353,6 +385,7 @@ __device__ inline void mn_fwd_wide_state_scan(mn_fwd_wide_smem<KP> &smem,
         mn_fence_proxy_async();
         mn_mbarrier_arrive_warp(&smem.out_full[turn.slot][slice]);
     }
+    if (slice == 0) mn_fwd_wide_wait_turn(slice);
     S.store(job, at);
 }
 

@@ -278,8 +278,8 @@ __device__ inline void mn_grad_pairs(Smem &smem, const mn_grad_acc<KT> &sum, flo
                 const int c = 2 * half + i;
                 const float P = i ? matrices.y : matrices.x, A = i ? matrices.w : matrices.z;
                 const bool inside = s + i <= t, before = s + i < t;
-                const float cum_decay = expf((float)(smem.log_decays.G[t]
-                                                     - smem.log_decays.G[s + i]));
+                const float cum_decay =
+                    expf(mn_log_between(smem.log_decays.G[t], smem.log_decays.G[s + i]));
                 p[i] = inside ? scale * cum_decay * sum.P[n][c] : 0.0f;
                 a[i] = before ? -cum_decay * sum.A[n][c] : 0.0f;
                 if (!before) continue;
@@ -314,12 +314,12 @@ template <int KT, typename Smem>
 __device__ inline void mn_grad_states(Smem &smem, mn_grad_acc<KT> &sum,
                                        unsigned w, float scale, const mn_grad_coord &at) {
     const int lane = threadIdx.x % 32, t = at.block * 16 + lane / 4;
-    const double end = smem.log_decays.G[MN_DELTA_CHUNK - 1];
+    const mn_log_sum end = smem.log_decays.G[MN_DELTA_CHUNK - 1];
     float gamma[2], late[2], beta[2], whole[2] = {}, written[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         gamma[half] = smem.log_decays.gamma[t + 8 * half];
-        late[half] = expf((float)(end - smem.log_decays.G[t + 8 * half]));
+        late[half] = expf(mn_log_between(end, smem.log_decays.G[t + 8 * half]));
         beta[half] = smem.log_decays.beta[t + 8 * half];
     }
 #pragma unroll

@@ -273,9 +273,13 @@ __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_de
 /* Products are by wgmma, from shared memory alone: the four warps of a quarter are a warpgroup,
  * whose sums lie as those of mma do (delta_grad.cuh). */
 
-/* A column of a tile, with its rows as depth, as an address for products. */
-__device__ inline unsigned mn_grad_columns(const unsigned char *tile, int column) {
-    return mn_shared_u32(tile) + column / 64 * mn_tile_bytes<64>() + column % 64 * 2;
+/* A tile for products, and one from a column on, with its rows as depth. */
+__device__ inline uint64_t mn_grad_tile(const unsigned char *tile) {
+    return mn_wgmma_smem_desc(mn_shared_u32(tile));
+}
+
+__device__ inline uint64_t mn_grad_columns(const unsigned char *tile, int column) {
+    return mn_grad_tile(tile + column / 64 * mn_tile_bytes<64>() + column % 64 * 2);
 }
 
 /* mn_grad_mma_values. */
@@ -284,17 +288,18 @@ __device__ inline void mn_grad_wgmma_values(mn_grad_acc<KT> &sum, float (&end)[N
                                             const mn_grad_stage<KT> &stage,
                                             const mn_grad_coord &at) {
     const int channel0 = at.quarter * (KT / 4);
-    const unsigned cot = mn_shared_u32(stage.cot), dX = mn_shared_u32(stage.dX);
-    const unsigned R = mn_shared_u32(stage.R), columns = mn_grad_columns(stage.R, 16 * at.quarter);
-    const unsigned S = mn_grad_columns(stage.S, channel0), D = mn_grad_columns(stage.D, channel0);
+    const uint64_t cot = mn_grad_tile(stage.cot), dX = mn_grad_tile(stage.dX);
+    const uint64_t R = mn_grad_tile(stage.R), columns = mn_grad_columns(stage.R, 16 * at.quarter);
+    const uint64_t S = mn_grad_columns(stage.S, channel0), D = mn_grad_columns(stage.D, channel0);
     mn_mma_fence<true>();
 #pragma unroll
     for (int k = 0; k < 64; k += 16) {
-        const unsigned rows = 128 * k, from_dX = dX + (DV ? 2 * k : rows);
-        mn_wgmma_m64k16<0, 1>(sum.q, cot + 2 * k, S + rows);
+        const int column = 2 * k / 16, rows = 128 * k / 16;
+        const uint64_t from_dX = dX + (DV ? column : rows);
+        mn_wgmma_m64k16<0, 1>(sum.q, cot + column, S + rows);
         mn_wgmma_m64k16<!DV, 1>(sum.e, from_dX, S + rows);
         mn_wgmma_m64k16<1, 1>(sum.w, R + rows, D + rows);
-        mn_wgmma_m64k16<0, 1>(sum.P, cot + 2 * k, columns + rows);
+        mn_wgmma_m64k16<0, 1>(sum.P, cot + column, columns + rows);
         mn_wgmma_m64k16<!DV, 1>(sum.A, from_dX, columns + rows);
     }
     mn_mma_commit<true>();
@@ -307,18 +312,19 @@ template <int KT>
 __device__ inline void mn_grad_wgmma_intra_chunk(const mn_grad_chunk &chunk, mn_grad_acc<KT> &sum,
                                                  const mn_grad_coord &at) {
     const int channel0 = at.quarter * (KT / 4);
-    const unsigned P = mn_shared_u32(chunk.matrices.P), A = mn_shared_u32(chunk.matrices.A);
-    const unsigned P_beta = mn_shared_u32(chunk.matrices.P_beta);
-    const unsigned A_beta = mn_shared_u32(chunk.matrices.A_beta);
-    const unsigned q = mn_grad_columns(chunk.keys.q, channel0);
-    const unsigned e = mn_grad_columns(chunk.keys.e, channel0);
+    const uint64_t P = mn_grad_tile(chunk.matrices.P), A = mn_grad_tile(chunk.matrices.A);
+    const uint64_t P_beta = mn_grad_tile(chunk.matrices.P_beta);
+    const uint64_t A_beta = mn_grad_tile(chunk.matrices.A_beta);
+    const uint64_t q = mn_grad_columns(chunk.keys.q, channel0);
+    const uint64_t e = mn_grad_columns(chunk.keys.e, channel0);
     mn_mma_fence<true>();
 #pragma unroll
     for (int k = 0; k < MN_DELTA_CHUNK; k += 16) {
-        mn_wgmma_m64k16<0, 1>(sum.q, P_beta + 2 * k, e + 128 * k);
-        mn_wgmma_m64k16<0, 1>(sum.e, A_beta + 2 * k, e + 128 * k);
-        mn_wgmma_m64k16<1, 1>(sum.w, P + 128 * k, q + 128 * k);
-        mn_wgmma_m64k16<1, 1>(sum.w, A + 128 * k, e + 128 * k);
+        const int column = 2 * k / 16, rows = 128 * k / 16;
+        mn_wgmma_m64k16<0, 1>(sum.q, P_beta + column, e + rows);
+        mn_wgmma_m64k16<0, 1>(sum.e, A_beta + column, e + rows);
+        mn_wgmma_m64k16<1, 1>(sum.w, P + rows, q + rows);
+        mn_wgmma_m64k16<1, 1>(sum.w, A + rows, e + rows);
     }
     mn_mma_commit_wait<true>();
 }
@@ -400,7 +406,9 @@ __device__ inline void mn_grad_consume_chunk(mn_grad_sm90_smem<KT> &smem,
                                              bool adds) {
     const int tiles = (int)(job.padded_v / 64);
     mn_grad_coord at;
-    at.block = threadIdx.x / 32 % 4, at.quarter = threadIdx.x / 128;
+    at.block = threadIdx.x / 32 % 4;
+    // by a shuffle, of whose result it is known that a warp's lanes have the same
+    at.quarter = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     mn_grad_acc<KT> sum = {};
     float end[2] = {};
     for (int i = 0; i < tiles; i++, n++) {

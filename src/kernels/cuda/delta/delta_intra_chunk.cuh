@@ -17,7 +17,8 @@
 namespace mneme::delta {
 
 enum {
-    MN_DELTA_LD = MN_DELTA_CHUNK + 4,    // length of rows of float matrices in shared memory
+    // length of rows of float matrices in shared memory: four rows of eight numbers meet in no bank
+    MN_DELTA_LD = MN_DELTA_CHUNK + 8,
     MN_DELTA_INTRA_THREADS = 256,
 };
 
@@ -36,9 +37,9 @@ struct mn_delta_wy_solver {
 
 __device__ inline void mn_delta_store_log_decays(mn_delta_log_decays *to,
                                                  const mn_delta_log_decays &log_decays) {
-    const float *from = (const float *)&log_decays;
-    for (int k = threadIdx.x; k < (int)(sizeof log_decays / sizeof(float)); k += blockDim.x) {
-        ((float *)to)[k] = from[k];
+    const uint4 *from = (const uint4 *)&log_decays;
+    for (int k = threadIdx.x; k < (int)(sizeof log_decays / sizeof *from); k += blockDim.x) {
+        ((uint4 *)to)[k] = from[k];
     }
 }
 
@@ -116,13 +117,16 @@ struct mn_delta_block {
         }
     }
 
-    /* The rows are the columns of what is there. */
+    /* The rows are the columns of what is there. Half of the lanes begin with the columns from 8
+     * on, where no other lane's banks are. */
     __device__ void load_transposed(const float *from) {
+        const bool last = threadIdx.x % 4 >= 2;
         from += threadIdx.x % 4 * 2 * MN_DELTA_LD + threadIdx.x % 32 / 4;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            at[i / 4][i % 4] =
-                mn_tf32(from[(i / 4 * 8 + i % 4 / 2) * MN_DELTA_LD + i % 2 * 8]);
+        for (int i = 0; i < 8; i += 2) {
+            const float *row = from + (i / 4 * 8 + i % 4 / 2) * MN_DELTA_LD;
+            const unsigned x = mn_tf32(row[last ? 8 : 0]), y = mn_tf32(row[last ? 0 : 8]);
+            at[i / 4][i % 4] = last ? y : x, at[i / 4][i % 4 + 1] = last ? x : y;
         }
     }
 
@@ -198,27 +202,32 @@ __device__ inline void mn_delta_invert_quarter(mn_delta_wy_solver &smem, int war
     mn_delta_block_store(smem.t(I, J), sum);
 }
 
-/* T and, unless NULL, A to the workspace, by four warps: a thread has eight columns of a row in
- * each quarter of the rows. */
+/* T and, unless NULL, A to the workspace, by four warps: a thread has four columns of a row in each
+ * quarter of the rows and half of the columns. Eight lanes have four rows of eight columns, which
+ * meet in no bank. */
 template <bool TILE>
 __device__ inline void mn_delta_store_inverse(const mn_delta_wy_solver &smem, mn_bf16 *T,
                                               mn_bf16 *A) {
-    const int tid = threadIdx.x, row = tid / 8, J = tid % 8 / 2, column = tid % 2 * 8;
-    const float *below = &smem.A[16 * J + row][column];
-    const float *diagonal = &smem.diagonal[row][16 * J + column];
+    const int tid = threadIdx.x, row = tid / 32 * 4 + tid % 8 / 2, in = tid % 2 * 4;
 #pragma unroll
-    for (int I = 0; I < 4; I++) {
-        float x[8] = {};
-        if (J <= I) mn_load<8>(x, J == I ? diagonal : below + 16 * I, 0);
-        const int at = TILE ? mn_tile_swizzle(16 * I + row, tid % 8) / 2 : 128 * 8 * I + 8 * tid;
-        mn_store<8>(T, at, x);
-        if (!A) continue;
+    for (int half = 0; half < 2; half++) {
+        const int vec16 = 4 * half + tid % 32 / 8, J = vec16 / 2, column = vec16 % 2 * 8 + in;
+        const float *below = &smem.A[16 * J + row][column];
+        const float *diagonal = &smem.diagonal[row][16 * J + column];
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const bool inside = J < I || (J == I && column + j < row);
-            x[j] = inside ? smem.A[16 * I + row][16 * J + column + j] : 0.0f;
+        for (int I = 0; I < 4; I++) {
+            const int at = (16 * I + row) * MN_DELTA_CHUNK + 8 * vec16 + in;
+            float x[4] = {};
+            if (2 * half <= I && J <= I) mn_load<4>(x, J == I ? diagonal : below + 16 * I, 0);
+            mn_store<4>(T, TILE ? mn_tile_swizzle(16 * I + row, vec16) / 2 + in : at, x);
+            if (!A) continue;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const bool inside = J < I || (J == I && column + j < row);
+                x[j] = inside ? smem.A[16 * I + row][16 * J + column + j] : 0.0f;
+            }
+            mn_store<4>(A, at, x);
         }
-        mn_store<8>(A, 128 * 8 * I + 8 * tid, x);
     }
 }
 
@@ -270,14 +279,15 @@ __device__ inline void mn_delta_cumsum_decays(mn_delta_log_decays &log_decays,
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        log_decays.G[32 * half + lane] = before + sum[half];
-        before += __shfl_sync(0xffffffffu, sum[half], 31);
+        sum[half] += before;
+        before = __shfl_sync(0xffffffffu, sum[half], 31);
     }
-    __syncwarp();
-    for (int token = lane; token < MN_DELTA_CHUNK; token += 32) {
-        log_decays.gamma[token] = expf((float)log_decays.G[token]);
-        log_decays.write[token] = log_decays.beta[token]
-            * expf((float)(before - log_decays.G[token]));
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int token = 32 * half + lane;
+        log_decays.G[token] = mn_log_sum_of(sum[half]);
+        log_decays.gamma[token] = expf((float)sum[half]);
+        log_decays.write[token] = log_decays.beta[token] * expf((float)(before - sum[half]));
     }
 }
 
@@ -299,19 +309,19 @@ struct mn_delta_score_decays {
 __device__ inline mn_delta_score_decays mn_delta_score_decays_of(
     const mn_delta_log_decays &log_decays, int block) {
     const int lane = threadIdx.x % 32, row = block * 16 + lane / 4, column = lane % 4 * 2;
-    const double start = block > 0 ? log_decays.G[block * 16 - 1] : 0.0;
+    const mn_log_sum start = block > 0 ? log_decays.G[block * 16 - 1] : mn_log_sum{};
     mn_delta_score_decays by;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const double G = log_decays.G[row + 8 * half];
+        const mn_log_sum G = log_decays.G[row + 8 * half];
         const int s = 32 * half + lane;
-        by.since[half] = expf((float)(G - start));
+        by.since[half] = expf(mn_log_between(G, start));
         // used in front
-        by.until[half] = expf((float)(start - log_decays.G[s])) * log_decays.beta[s];
+        by.until[half] = expf(mn_log_between(start, log_decays.G[s])) * log_decays.beta[s];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const double other = log_decays.G[block * 16 + 8 * (i / 2) + column + i % 2];
-            by.inside[i / 2][2 * half + i % 2] = expf((float)(G - other));
+            const int other = block * 16 + 8 * (i / 2) + column + i % 2;
+            by.inside[i / 2][2 * half + i % 2] = expf(mn_log_between(G, log_decays.G[other]));
         }
     }
 #pragma unroll

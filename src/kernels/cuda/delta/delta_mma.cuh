@@ -10,13 +10,13 @@
 
 namespace mneme::delta {
 
-#if MN_HAS_WGMMA
-
 /* Where a product finds rows of a tile whose tiles of 64 columns start at multiples of 1024
  * bytes. */
 __device__ __forceinline__ uint64_t mn_wgmma_smem_desc(unsigned address) {
     return (address & 0x3ffffu) >> 4 | (uint64_t)1 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
 }
+
+#if MN_HAS_WGMMA
 
 #define MN_WGMMA_ACC_REGS                                                                          \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "       \
@@ -29,7 +29,8 @@ __device__ __forceinline__ uint64_t mn_wgmma_smem_desc(unsigned address) {
         "=f"(y[(i) + 1][1]), "=f"(y[(i) + 1][2]), "=f"(y[(i) + 1][3])
 
 /* y += a b, b where a descriptor says, or at `address` in a tile. TRANS: the tile's rows are the
- * depth. */
+ * depth. Descriptors count in 16 bytes: to one, places inside a tile are added, which takes fewer
+ * instructions than to make another. */
 template <int TRANS>
 __device__ __forceinline__ void mn_wgmma_m64n64k16(float (*y)[4], const unsigned (&a)[4],
                                                    uint64_t b) {
@@ -69,38 +70,36 @@ __device__ __forceinline__ void mn_wgmma_m64n64k16(float (*y)[4], unsigned a, un
     mn_wgmma_m64n64k16(y, mn_wgmma_smem_desc(a), mn_wgmma_smem_desc(b));
 }
 
-/* y += a b of 16 N columns, both operands in shared memory. TRANS_A, TRANS_B: rows of that tile are
- * the depth, else columns. */
+/* y += a b of 16 N columns, operands where descriptors say. TRANS_A, TRANS_B: rows of that tile
+ * are the depth, else columns. */
 template <int TRANS_A, int TRANS_B>
-__device__ __forceinline__ void mn_wgmma_m64k16(float (&y)[2][4], unsigned a, unsigned b) {
+__device__ __forceinline__ void mn_wgmma_m64k16(float (&y)[2][4], uint64_t a, uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
                  "{%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, %10, %11;\n"
                  : MN_WGMMA_ACC8(0)
-                 : "l"(mn_wgmma_smem_desc(a)), "l"(mn_wgmma_smem_desc(b)), "n"(TRANS_A),
-                   "n"(TRANS_B)
+                 : "l"(a), "l"(b), "n"(TRANS_A), "n"(TRANS_B)
                  : "memory");
 }
 
 template <int TRANS_A, int TRANS_B>
-__device__ __forceinline__ void mn_wgmma_m64k16(float (&y)[4][4], unsigned a, unsigned b) {
+__device__ __forceinline__ void mn_wgmma_m64k16(float (&y)[4][4], uint64_t a, uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
                  "%16, %17, 1, 1, 1, %18, %19;\n"
                  : MN_WGMMA_ACC8(0), MN_WGMMA_ACC8(2)
-                 : "l"(mn_wgmma_smem_desc(a)), "l"(mn_wgmma_smem_desc(b)), "n"(TRANS_A),
-                   "n"(TRANS_B)
+                 : "l"(a), "l"(b), "n"(TRANS_A), "n"(TRANS_B)
                  : "memory");
 }
 
 #else
 
 template <int TRANS>
-__device__ inline void mn_wgmma_m64n64k16(float (*)[4], const unsigned (&)[4], unsigned) {}
+__device__ inline void mn_wgmma_m64n64k16(float (*)[4], const unsigned (&)[4], uint64_t) {}
 
 __device__ inline void mn_wgmma_m64n64k16(float (*)[4], unsigned, unsigned) {}
 
 template <int TRANS_A, int TRANS_B, int N>
-__device__ inline void mn_wgmma_m64k16(float (&)[N][4], unsigned, unsigned) {}
+__device__ inline void mn_wgmma_m64k16(float (&)[N][4], uint64_t, uint64_t) {}
 
 #endif
 
@@ -141,7 +140,7 @@ template <bool WGMMA>
 __device__ __forceinline__ void mn_mma_abt(float (*y)[4], const unsigned (&a)[4], unsigned tile,
                                              int k, int from) {
     if constexpr (WGMMA && MN_HAS_WGMMA) {
-        mn_wgmma_m64n64k16<0>(y, a, tile + k / 64 * 8192 + k % 64 * 2);
+        mn_wgmma_m64n64k16<0>(y, a, mn_wgmma_smem_desc(tile) + (k / 64 * 8192 + k % 64 * 2) / 16);
     } else {
 #pragma unroll
         for (int n = 0; n < 4; n++) {
@@ -160,7 +159,7 @@ template <bool WGMMA>
 __device__ __forceinline__ void mn_mma_ab(float (*y)[4], const unsigned (&a)[4], unsigned tile,
                                               int k, int smem_tile, int end) {
     if constexpr (WGMMA && MN_HAS_WGMMA) {
-        mn_wgmma_m64n64k16<1>(y, a, tile + smem_tile * 8192 + k * 128);
+        mn_wgmma_m64n64k16<1>(y, a, mn_wgmma_smem_desc(tile) + (smem_tile * 8192 + k * 128) / 16);
     } else {
 #pragma unroll
         for (int n = 0; n < 4; n++) {

@@ -16,10 +16,28 @@ namespace mneme::delta {
 
 enum { MN_DELTA_CHUNK = 64, MN_DELTA_MATRIX = MN_DELTA_CHUNK * MN_DELTA_CHUNK };
 
+/* A sum of log decays: 2^-7 of it, as a number of float32 and what that leaves, so that a small
+ * decay behind a large one still counts. Differences take no float64, whose units are those of
+ * products: where tensor cores are busy, an instruction of theirs waits for all that are under
+ * way. The factor keeps sums of 64 finite numbers of bf16 finite. */
+struct alignas(8) mn_log_sum {
+    float high, low;
+};
+
+__device__ inline mn_log_sum mn_log_sum_of(double x) {
+    const float high = (float)(x * 0x1p-7);
+    return { high, isfinite(high) ? (float)(x * 0x1p-7 - (double)high) : 0.0f };
+}
+
+/* x - y in float32. */
+__device__ inline float mn_log_between(const mn_log_sum &x, const mn_log_sum &y) {
+    return 0x1p7f * (x.high - y.high + (x.low - y.low));
+}
+
 /* Decays of a chunk where channels share them: G_t, the sum of g from the chunk's start; gamma_t =
  * exp(G_t); write_t = beta_t exp(G_63 - G_t); beta. Behind the last token G stays, beta is 0. */
 struct mn_delta_log_decays {
-    double G[MN_DELTA_CHUNK];
+    mn_log_sum G[MN_DELTA_CHUNK];
     float gamma[MN_DELTA_CHUNK], write[MN_DELTA_CHUNK], beta[MN_DELTA_CHUNK];
 };
 

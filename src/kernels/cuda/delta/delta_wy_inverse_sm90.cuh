@@ -3,8 +3,9 @@
  * and P too (delta_intra_chunk.cuh has the equations). Of such keys 128 channels are there at a
  * time, so that as many blocks fit.
  *
- * One block of four warps has one chunk of one head. These are few, and what they take little, so
- * that blocks fit beside those of another kernel: most of the time each waits for itself. */
+ * One block of four warps has one chunk of one head; delta_wy_inverse_group_sm90.cuh has those of
+ * heads that share keys. Warps are few, and what they take little, so that blocks fit beside those
+ * of another kernel: most of the time each waits for itself. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_WY_INVERSE_SM90_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_WY_INVERSE_SM90_CUH
 
@@ -35,6 +36,12 @@ struct mn_wy_inverse_smem {
     uint64_t full;
 };
 
+/* Which heads a block has: `heads` of one chunk; `blocks` have those of a chunk; `group` heads
+ * share keys. */
+struct mn_wy_inverse_order {
+    unsigned heads, blocks, group;
+};
+
 #if MN_HAS_WGMMA
 
 /* Loads rows of the chunk, (64, KT) in tiles of 64 columns, from `channel`, token t of batch row b
@@ -54,11 +61,12 @@ __device__ inline void mn_wy_inverse_tma_load(unsigned char *to, const CUtensorM
  * has 16 rows. */
 template <int KP>
 __device__ inline void mn_wgmma_scores_start(float (&sum)[8][4], unsigned left, unsigned right) {
+    const uint64_t a = mn_wgmma_smem_desc(left), b = mn_wgmma_smem_desc(right);
     mn_mma_fence<true>();
 #pragma unroll
     for (int k = 0; k < KP; k += 16) {
-        const unsigned at = k / 64 * 8192 + k % 64 * 2;
-        mn_wgmma_m64n64k16(sum, left + at, right + at);
+        const int at = (k / 64 * 8192 + k % 64 * 2) / 16;
+        mn_wgmma_m64n64k16(sum, a + at, b + at);
     }
     mn_mma_commit<true>();
 }
@@ -69,22 +77,22 @@ __device__ inline void mn_wgmma_scores(float (&sum)[8][4], unsigned left, unsign
     mn_mma_wait<true>();
 }
 
-/* Brings part `part` of e and, for SCORES, q of a chunk, and with the first makes its decays. Who
- * calls for a later part has passed a barrier behind the products of the one before. */
-template <int KP, bool SCORES, bool REDO>
-__device__ inline void mn_wy_inverse_load(mn_wy_inverse_smem<KP, SCORES> &smem,
-                                          const mn_delta_params &job, const CUtensorMap &keys,
-                                          const CUtensorMap &queries, const mn_tile_span &tile,
-                                          int h, int part) {
+/* Brings part `part` of e and, for SCORES, q of a chunk and key head. Meanwhile, with the first,
+ * the warps make decays: decays(warp). Who calls for a later part has passed a barrier behind the
+ * products of the one before. */
+template <int KP, bool SCORES, bool REDO, typename Smem, typename F>
+__device__ inline void mn_wy_inverse_load(Smem &smem, const mn_delta_params &job,
+                                          const CUtensorMap &keys, const CUtensorMap &queries,
+                                          const mn_tile_span &tile, int key, int part, F decays) {
     constexpr int KT = mn_wy_inverse_channels<KP>;
     const mn_delta_args &p = job.p;
-    const int count = (int)tile.n_rows, key = (int)mn_key_head(p.call, h), channel = KT * part;
+    const int count = (int)tile.n_rows, channel = KT * part;
     // others' keys follow, or what a redo leaves out
     const bool copies = (p.call.cu_seqlens || REDO) && count < MN_DELTA_CHUNK;
     if (copies) {
         mn_tile_load<KT, MN_DELTA_WY_THREADS>(smem.e, p.e, true, tile.span, key, tile.first, count,
                                               channel, p.call.K, threadIdx.x);
-        if (SCORES) {
+        if constexpr (SCORES) {
             mn_tile_load<KT, MN_DELTA_WY_THREADS>(smem.q, p.q, true, tile.span, key, tile.first,
                                                   count, channel, p.call.K, threadIdx.x);
         }
@@ -97,11 +105,11 @@ __device__ inline void mn_wy_inverse_load(mn_wy_inverse_smem<KP, SCORES> &smem,
         }
         mn_mbarrier_arrive_expect_tx(&smem.full, (SCORES ? 2 : 1) * mn_tile_bytes<KT>());
         mn_wy_inverse_tma_load<KT>(smem.e, keys, &smem.full, key, t, b, channel);
-        if (SCORES) mn_wy_inverse_tma_load<KT>(smem.q, queries, &smem.full, key, t, b, channel);
+        if constexpr (SCORES) {
+            mn_wy_inverse_tma_load<KT>(smem.q, queries, &smem.full, key, t, b, channel);
+        }
     }
-    if (part == 0 && threadIdx.x / 32 == 3) {    // the first two have more of the inverse
-        mn_delta_cumsum_decays(smem.log_decays, p, tile.span, h, tile.first, count);
-    }
+    if (part == 0) decays(threadIdx.x / 32);
     mn_cp_async_wait<0>();
     __syncthreads();
     if (copies) mn_fence_proxy_async();
@@ -118,20 +126,27 @@ __device__ inline void mn_wy_inverse_store_P(mn_bf16 *P, const unsigned char *ti
     }
 }
 
-/* The chunk of a block. Of a batch, the last chunks of all sequences are the first: the scan behind
- * begins with the other ones, of which keys and T are in the second cache then. */
-template <bool REDO>
-__device__ inline mn_delta_chunk_place mn_wy_inverse_find_chunk(const mn_delta_params &job) {
+/* The chunk of a block and the first of its heads. Of a batch, without SCORES, the last chunks of
+ * all sequences are the first: the scan behind begins with the other ones, of which keys and T are
+ * in the second cache then. */
+template <bool SCORES, bool REDO>
+__device__ inline mn_delta_chunk_place mn_wy_inverse_find_chunk(const mn_delta_params &job,
+                                                                const mn_wy_inverse_order &order) {
     const mn_call &call = job.p.call;
-    if (REDO || call.cu_seqlens) return mn_delta_find_chunk<REDO>(job, MN_DELTA_CHUNK);
-    const unsigned turn = blockIdx.x / (unsigned)call.H, B = (unsigned)call.B;
-    const int64_t n_chunks = (call.T + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK;
-    const int64_t chunk = n_chunks - 1 - turn / B, n = turn % B;
+    if (REDO) return mn_delta_find_chunk<true>(job, MN_DELTA_CHUNK);
+    const unsigned turn = blockIdx.x / order.blocks, B = (unsigned)call.B;
     mn_delta_chunk_place place = {};
     mn_tile_span &tile = place.tile;
-    place.h = blockIdx.x % (unsigned)call.H;
-    place.index = (n * n_chunks + chunk) * call.H + place.h;
-    tile.n = n, tile.span = mn_span_at(call, n), tile.first = chunk * MN_DELTA_CHUNK;
+    place.h = (blockIdx.x - turn * order.blocks) * order.heads;
+    if (SCORES || call.cu_seqlens) {
+        tile = mn_tile_at(call, MN_DELTA_CHUNK, turn);
+        place.index = (int64_t)turn * call.H + place.h;
+        return place;
+    }
+    const unsigned n_chunks = (unsigned)((call.T + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
+    const unsigned n = turn % B, chunk = n_chunks - 1 - turn / B;
+    place.index = ((int64_t)n * n_chunks + chunk) * call.H + place.h;
+    tile.n = n, tile.span = mn_span_at(call, n), tile.first = (int64_t)chunk * MN_DELTA_CHUNK;
     tile.n_rows = min((int64_t)MN_DELTA_CHUNK, call.T - tile.first);
     return place;
 }
@@ -141,19 +156,24 @@ __device__ inline mn_delta_chunk_place mn_wy_inverse_find_chunk(const mn_delta_p
 template <int KP, bool SCORES, bool REDO>
 __device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP, SCORES> &smem,
                                            const mn_delta_params &job, const CUtensorMap &keys,
-                                           const CUtensorMap &queries) {
+                                           const CUtensorMap &queries,
+                                           const mn_wy_inverse_order &order) {
     const mn_delta_workspace &workspace = job.workspace;
-    const mn_delta_chunk_place place = SCORES ? mn_delta_find_chunk<REDO>(job, MN_DELTA_CHUNK)
-                                              : mn_wy_inverse_find_chunk<REDO>(job);
+    const mn_delta_chunk_place place = mn_wy_inverse_find_chunk<SCORES, REDO>(job, order);
+    const mn_tile_span &tile = place.tile;
     constexpr int KT = mn_wy_inverse_channels<KP>;
     const int64_t matrix = place.index * MN_DELTA_MATRIX;
-    const int warp = threadIdx.x / 32;
+    const int warp = threadIdx.x / 32, key = (int)((unsigned)place.h / order.group);
     float sum[8][4] = {}, scores[8][4] = {};
-    if (place.tile.n_rows == 0) return;
+    if (tile.n_rows == 0) return;
+    const auto decays = [&](int by) {    // the first two warps have more of the inverse
+        if (by != 3) return;
+        mn_delta_cumsum_decays(smem.log_decays, job.p, tile.span, place.h, tile.first,
+                               (int)tile.n_rows);
+    };
 #pragma unroll
     for (int part = 0; part < KP / KT; part++) {
-        mn_wy_inverse_load<KP, SCORES, REDO>(smem, job, keys, queries, place.tile, (int)place.h,
-                                             part);
+        mn_wy_inverse_load<KP, SCORES, REDO>(smem, job, keys, queries, tile, key, part, decays);
         mn_wgmma_scores<KT>(sum, mn_shared_u32(smem.e), mn_shared_u32(smem.e));
         if (SCORES) mn_wgmma_scores<KT>(scores, mn_shared_u32(smem.q), mn_shared_u32(smem.e));
         __syncthreads();
@@ -225,29 +245,20 @@ template <int KP, bool SCORES, bool REDO>
 __global__ void __launch_bounds__(MN_DELTA_WY_THREADS, SCORES ? 5 : REDO ? 1 : 8)
 delta_wy_inverse_sm90_kernel(const __grid_constant__ mn_delta_params job,
                              const __grid_constant__ CUtensorMap keys,
-                             const __grid_constant__ CUtensorMap queries) {
+                             const __grid_constant__ CUtensorMap queries,
+                             mn_wy_inverse_order order) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char wy_smem_bytes[];
     mn_pdl_launch_dependents();
     mn_wy_inverse_chunk<KP, SCORES, REDO>(*(mn_wy_inverse_smem<KP, SCORES> *)wy_smem_bytes, job,
-                                          keys, queries);
+                                          keys, queries, order);
     if (blockIdx.x == 0) mn_pdl_wait();
 #endif
 }
 
-/* `early`: the launch in front makes nothing that this one reads. */
-template <int KP>
-inline int mn_delta_wy_inverse_sm90(const mn_delta_params &job, const CUtensorMap &keys, bool early,
-                                    cudaStream_t stream) {
-    const int64_t blocks = mn_delta_chunk_blocks(job, MN_DELTA_CHUNK);
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    const size_t smem = sizeof(mn_wy_inverse_smem<KP, false>);
-    return mn_launch_smem_behind(early || job.cuts,
-                                 job.cuts ? delta_wy_inverse_sm90_kernel<KP, false, true>
-                                          : delta_wy_inverse_sm90_kernel<KP, false, false>,
-                                 dim3((unsigned)blocks), MN_DELTA_WY_THREADS, smem, stream, job,
-                                 keys, keys);
+/* Blocks with `heads` heads each. */
+inline mn_wy_inverse_order mn_wy_inverse_order_of(const mn_call &call, int64_t heads) {
+    return { (unsigned)heads, (unsigned)(call.H / heads), (unsigned)(call.H / call.J) };
 }
 
 /* Keys of so many channels, at most, have A, P and T from this kernel; 128: 256 from
@@ -273,7 +284,8 @@ inline int mn_delta_intra_chunk_sm90(const mn_delta_params &job, bool *served,
         if (job.cuts) kernel = delta_wy_inverse_sm90_kernel<KP, true, true>;
     }
     return mn_launch_smem_behind(job.cuts, kernel, dim3((unsigned)blocks), MN_DELTA_WY_THREADS,
-                                 sizeof(mn_wy_inverse_smem<KP, true>), stream, job, keys, queries);
+                                 sizeof(mn_wy_inverse_smem<KP, true>), stream, job, keys, queries,
+                                 mn_wy_inverse_order_of(p.call, 1));
 }
 
 }    // namespace mneme::delta
