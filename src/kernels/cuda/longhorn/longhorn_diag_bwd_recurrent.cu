@@ -162,14 +162,13 @@ __device__ __forceinline__ void cp_async_wait(void) {
 }
 
 /* One of four, by the lane's place in its quad. */
-__device__ __forceinline__ float own_of(float x, float y, float z, float w) {
-    const int quarter = threadIdx.x % 4;
+__device__ __forceinline__ float own_of(int quarter, float x, float y, float z, float w) {
     return quarter < 2 ? quarter % 2 ? y : x : quarter % 2 ? w : z;
 }
 
 /* Sums over this warp's columns for the lane's row, from those of the products of both factors. */
-__device__ __forceinline__ float row_of(const float (&x)[2][4]) {
-    return own_of(x[0][0], x[0][2], x[1][0], x[1][2]);
+__device__ __forceinline__ float row_of(int quarter, const float (&x)[2][4]) {
+    return own_of(quarter, x[0][0], x[0][2], x[1][0], x[1][2]);
 }
 
 /* Sums over a lane's rows, of its two pairs of columns: those of a factor's two rows, `by` twice
@@ -195,6 +194,9 @@ __device__ __forceinline__ float2 columns_of(const unsigned (&sum)[2]) {
 
 /* Cell in its unit: sums of four of E, a product of two, times k^2 / 8, stay below 65504. */
 constexpr float LARGEST = 128.0f;
+
+/* The largest cell of what comes in a unit of its own is below this. */
+constexpr float FIRST_BOUND = 2.0f;
 
 /* The power of two at or below what these bits, of a positive number, say; not too near to the
  * ends. */
@@ -230,6 +232,12 @@ __device__ inline unsigned largest_of(const float (&x)[N]) {
 #pragma unroll
     for (int n = 0; n < N; n++) most = max(most, size_of(x[n]));
     return __reduce_max_sync(0xffffffffu, most);
+}
+
+/* Whether something holds for a warp, all lanes of which say the same, as the compiler sees by
+ * this: branches by it leave numbers that are alike in all lanes in their common registers. */
+__device__ __forceinline__ bool alike(bool x) {
+    return __reduce_max_sync(0xffffffffu, (unsigned)x) > 0;
 }
 
 /* ---- tokens ---------------------------------------------------------------------------------- */
@@ -278,6 +286,7 @@ struct lane_places {
     typedef token_record<ROW_WARPS> record;
     typedef sums_record<ROW_WARPS> sums;
     int keys, weights, writes, queries, cots, row, rows, pack, row_sum, column_sum, units, cells;
+    int quarter;
 
     /* Zeros that lie in other banks than word `of`. */
     __device__ static int zeros(int of) {
@@ -303,6 +312,7 @@ struct lane_places {
                           + 4 * ((2 * warp_coord::down() + depth / 2) * sums::PITCH
                                  + warp_coord::column() + place));
         units = kept(4 * GROUP * warp_coord::warp()), cells = kept(16 * (int)threadIdx.x);
+        quarter = kept(depth);
     }
 };
 
@@ -323,6 +333,7 @@ struct smem_of {
     token_record<ROW_WARPS> in[GROUP];
     sums_record<ROW_WARPS> sums[GROUP];
     float state_unit[size::WARPS][GROUP];    // of the states in front of tokens
+    uint2 bounds[GROUP];                     // of what each token adds to a state, an adjoint
     alignas(16) uint4 front[size::CELLS];        // state in front of a group
     uint4 states[GROUP - 1][size::CELLS];        // and of its other tokens
 };
@@ -447,13 +458,15 @@ struct prefetch {
     }
 
     /* And going back. */
-    __device__ void put_back(token_record<ROW_WARPS> *to, float scale) const {
+    __device__ void put_back(smem_of<ROW_WARPS> &to, float scale) const {
 #pragma unroll
         for (int n = 0; n < size::TOKENS; n++) {
-            token_record<ROW_WARPS> &one = to[token() + n];
+            token_record<ROW_WARPS> &one = to.in[token() + n];
             const float all = norm(n);
             put_keys(one, n, all);
             put_rows_back(one, scale, n, put_columns_back(one, n, all));
+            to.bounds[token() + n] =
+                make_uint2(__float_as_uint(one.state.x), __float_as_uint(one.adjoint.x));
         }
     }
 
@@ -504,6 +517,19 @@ struct prefetch {
         to.adjoint = make_float4(__uint_as_float(most_read) * of.cot, of.cot_unit, of.write_unit,
                                  -2.0f * of.w_unit);
     }
+};
+
+/* A lane's factors of a token that moves a state. They are loaded before what is known of the one
+ * in front is stored: loads and stores of shared memory keep their order. */
+struct step_factors {
+    uint4 keys;
+    uint2 weights, writes;
+
+    template <int ROW_WARPS>
+    __device__ __forceinline__ step_factors(const step_record<ROW_WARPS> &in,
+                                            const lane_places<ROW_WARPS> &own)
+        : keys(behind_of<uint4>(&in, own.keys)), weights(behind_of<uint2>(&in, own.weights)),
+          writes(behind_of<uint2>(&in, own.writes)) {}
 };
 
 /* ---- cells ----------------------------------------------------------------------------------- */
@@ -584,24 +610,12 @@ struct cells {
 
     /* One token: a state becomes the one behind it. Where what it writes is in a unit it is
      * multiplied with `by`, a power of two, twice. */
-    template <bool IN_UNIT, int ROW_WARPS>
-    __device__ __forceinline__ void advance(const step_record<ROW_WARPS> &in,
-                                            const lane_places<ROW_WARPS> &own, unsigned by) {
-        const uint4 keys = behind_of<uint4>(&in, own.keys);
-        uint2 writes = behind_of<uint2>(&in, own.writes);
+    template <bool IN_UNIT>
+    __device__ __forceinline__ void advance(const step_factors &in, unsigned by) {
+        uint2 writes = in.writes;
         if (IN_UNIT) writes.x = bf16_times(writes.x, by), writes.y = bf16_times(writes.y, by);
-        const uint2 weights = behind_of<uint2>(&in, own.weights);
-        scale(0, keys, weights), scale(1, keys, weights);
-        add(keys, writes);
-    }
-
-    /* An adjoint takes what a token reads. */
-    template <int ROW_WARPS>
-    __device__ __forceinline__ void take(const token_record<ROW_WARPS> &in,
-                                         const lane_places<ROW_WARPS> &own, unsigned by) {
-        const uint2 cots = behind_of<uint2>(&in, own.cots);
-        add(behind_of<uint4>(&in, own.queries),
-            make_uint2(bf16_times(cots.x, by), bf16_times(cots.y, by)));
+        scale(0, in.keys, in.weights), scale(1, in.keys, in.weights);
+        add(in.keys, writes);
     }
 
     /* From one unit to another. */
@@ -659,8 +673,9 @@ __device__ __forceinline__ void load_packed(pairs &x, const uint4 *from, int pla
 /* ---- gradients ------------------------------------------------------------------------------- */
 
 /* Sums of a token, from the states behind and in front of it, to shared memory in no unit of the
- * warp's: a lane has one of each row, and one of two kinds of a column. */
-template <int ROW_WARPS>
+ * warp's: a lane has one of each row, and one of two kinds of a column. They are stored when all
+ * that the token needs has been loaded. */
+template <bool TIGHT, int ROW_WARPS>
 __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const pairs &front,
                                           smem_of<ROW_WARPS> &smem,
                                           const lane_places<ROW_WARPS> &own, float &bound,
@@ -669,20 +684,24 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
     sums_record<ROW_WARPS> &sums = smem.sums[token];
     const float front_unit = (&behind_of<float>(smem.state_unit, own.units))[token];
     const float4 of = in.adjoint;
+    const uint2 cots = behind_of<uint2>(&in, own.cots);
+    const uint4 queries = behind_of<uint4>(&in, own.queries);
     const uint4 b = behind_of<uint4>(in.cot_write, own.pack);
     const uint2 w = behind_of<uint2>(in.w_value, own.pack);
     const uint4 pairs_of_k = behind_of<uint4>(in.k_pair, own.rows);
     const uint4 keys = behind_of<uint4>(&in, own.keys);
     const uint2 weights = behind_of<uint2>(&in, own.weights);
+    const float key = __uint_as_float(behind_of<unsigned>(in.keys[2], own.row) << 16);
     const unsigned halves[4] = { pairs_of_k.x, pairs_of_k.y, pairs_of_k.z, pairs_of_k.w };
     unsigned column_k[2], column_kk[2];
     float x[2][4], x_k[2][4], x_kk[2][4];
 #pragma unroll
     for (int m = 0; m < 2; m++) mma_zero(x[m], behind[m], b.x, b.y);
-    behind_of<float>(&sums, own.row_sum) = row_of(x) * unit_behind;
+    const float to_q = row_of(own.quarter, x) * unit_behind;
     unit_behind = front_unit;
-    D.make_room(bound, unit, of.x);
-    D.take(in, own, factor_of(of.y * inverse_of(unit)));
+    if (TIGHT) D.make_room(bound, unit, of.x);
+    const unsigned by = factor_of(of.y * inverse_of(unit));
+    D.add(queries, make_uint2(bf16_times(cots.x, by), bf16_times(cots.y, by)));
 #pragma unroll
     for (int m = 0; m < 2; m++) {
         unsigned read[4], product[4];
@@ -701,14 +720,14 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
         mma_zero(x_k[m], read, b.z, b.w);
         mma_zero(x_kk[m], product, w.x, w.y);
     }
-    const float key = __uint_as_float(behind_of<unsigned>(in.keys[2], own.row) << 16);
-    const float to_k = row_of(x_k) * unit * of.z;
-    const float to_kk = row_of(x_kk) * front_unit * unit * of.w;
-    behind_of<float>(sums.rows[0][1], own.row_sum) = fmaf(key, to_kk, to_k);
+    const float to_k = row_of(own.quarter, x_k) * unit * of.z;
+    const float to_kk = row_of(own.quarter, x_kk) * front_unit * unit * of.w;
     const float2 to_v = columns_of(column_k), to_w = columns_of(column_kk);
-    const float sum = own_of(to_v.x, to_v.y, to_w.x, to_w.y) * unit;
+    const float sum = own_of(own.quarter, to_v.x, to_v.y, to_w.x, to_w.y) * unit;
+    behind_of<float>(&sums, own.row_sum) = to_q;
+    behind_of<float>(sums.rows[0][1], own.row_sum) = fmaf(key, to_kk, to_k);
     behind_of<float>(&sums, own.column_sum) =
-        sum * (warp_coord::quarter() < 2 ? 1.0f : front_unit);
+        sum * (own.quarter < 2 ? 1.0f : front_unit);
 }
 
 /* ---- sums of warps --------------------------------------------------------------------------- */
@@ -1001,9 +1020,13 @@ __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
 #pragma unroll 1
             for (int64_t n = first; n < min(first + 2, groups); n++) {
                 save(n);
+                const auto &tokens = stages[n % 4];
+                step_factors now(tokens[0], own);
 #pragma unroll 2
                 for (int token = 0; token < GROUP; token++) {
-                    S.template advance<false>(stages[n % 4][token], own, 0);
+                    const step_factors next(tokens[min(token + 1, GROUP - 1)], own);
+                    S.template advance<false>(now, 0);
+                    now = next;
                 }
             }
         };
@@ -1014,31 +1037,68 @@ __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
     return unit;
 }
 
+/* States of a group's tokens from the one in front of it, `last`, to shared memory; leaves the one
+ * in front of the last token. TIGHT: their unit may get too small on the way. */
+template <bool TIGHT, int ROW_WARPS>
+__device__ __forceinline__ void make_states(pairs &last, float unit, smem_of<ROW_WARPS> &smem,
+                                            const lane_places<ROW_WARPS> &own) {
+    float *units = &behind_of<float>(smem.state_unit, own.units), bound = FIRST_BOUND;
+    cells S;
+    S.unpack(last);
+    units[0] = unit;
+    step_factors now(smem.in[0], own);
+    float2 of = smem.in[0].state;
+#pragma unroll (TIGHT ? 1 : GROUP - 1)
+    for (int token = 0; token + 1 < GROUP; token++) {
+        if (TIGHT) S.make_room(bound, unit, of.x);
+        S.template advance<true>(now, factor_of(of.y * inverse_of(unit)));
+        const token_record<ROW_WARPS> &next = smem.in[min(token + 1, GROUP - 2)];
+        now = step_factors(next, own), of = next.state;
+        S.pack(last);
+        units[token + 1] = unit;
+        store_packed<sizes<ROW_WARPS>::THREADS>(smem.states[token], own.cells, last);
+    }
+}
+
+/* Sums of a group's tokens, whose states are there, the last one's in `old`; behind its first
+ * tokens' `ask` sends for the next group. */
+template <bool TIGHT, int ROW_WARPS, typename Ask>
+__device__ __forceinline__ void tokens_bwd(cells &D, float &most_of_D, float &unit_of_D,
+                                           pairs &behind, float &unit_behind, pairs &old,
+                                           smem_of<ROW_WARPS> &smem,
+                                           const lane_places<ROW_WARPS> &own, Ask ask) {
+    constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
+#pragma unroll 1
+    for (int token = GROUP - 1; token > 0; token -= 2) {
+        load_packed<THREADS>(old, smem.states[token - 1], own.cells);
+        token_bwd<TIGHT>(D, behind, old, smem, own, most_of_D, unit_of_D, unit_behind, token);
+        if (token == GROUP - 1) ask();
+        load_packed<THREADS>(behind, token == 1 ? smem.front : smem.states[token - 2], own.cells);
+        token_bwd<TIGHT>(D, old, behind, smem, own, most_of_D, unit_of_D, unit_behind, token - 1);
+    }
+}
+
 /* The group that is in shared memory, from the state in front of it, in its unit, which came to
  * where the last token's will be; `ask` sends for another one, once that place is free again.
- * Behind the last token of a sequence there are zeros, which change nothing. */
+ * Behind the last token of a sequence there are zeros, which change nothing. Where what all tokens
+ * add fits into the units at hand, as nearly always, none of them has to be looked at: the same
+ * bits. */
 template <int ROW_WARPS, typename Ask>
 __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &unit_of_D, bool look,
                                           pairs &behind, float &unit_behind, float unit,
                                           smem_of<ROW_WARPS> &smem,
                                           const lane_places<ROW_WARPS> &own, Ask ask) {
     constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
-    float *units = &behind_of<float>(smem.state_unit, own.units), bound = 2.0f;
-    cells S;
+    const uint2 bounds = smem.bounds[threadIdx.x % GROUP];
     pairs old;
     load_packed<THREADS>(old, smem.states[GROUP - 2], own.cells);
     store_packed<THREADS>(smem.front, own.cells, old);
-    S.unpack(old);
-    units[0] = unit;
-#pragma unroll 2
-    for (int token = 0; token + 1 < GROUP; token++) {
-        const token_record<ROW_WARPS> &in = smem.in[token];
-        const float2 of = in.state;
-        S.make_room(bound, unit, of.x);
-        S.template advance<true>(in, own, factor_of(of.y * inverse_of(unit)));
-        S.pack(old);
-        units[token + 1] = unit;
-        store_packed<THREADS>(smem.states[token], own.cells, old);
+    const float to_state = GROUP * __uint_as_float(__reduce_max_sync(0xffffffffu, bounds.x));
+    const float to_adjoint = GROUP * __uint_as_float(__reduce_max_sync(0xffffffffu, bounds.y));
+    if (alike(fmaf(to_state, inverse_of(unit), FIRST_BOUND) < LARGEST)) {
+        make_states<false>(old, unit, smem, own);
+    } else {
+        make_states<true>(old, unit, smem, own);
     }
     if (look) {
         const float most = __uint_as_float(D.largest()) * unit_of_D;
@@ -1046,13 +1106,12 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
         if (next != unit_of_D) D.rescale(unit_of_D, next);
         most_of_D = most * inverse_of(next), unit_of_D = next;
     }
-#pragma unroll 1
-    for (int token = GROUP - 1; token > 0; token -= 2) {
-        load_packed<THREADS>(old, smem.states[token - 1], own.cells);
-        token_bwd(D, behind, old, smem, own, most_of_D, unit_of_D, unit_behind, token);
-        if (token == GROUP - 1) ask();
-        load_packed<THREADS>(behind, token == 1 ? smem.front : smem.states[token - 2], own.cells);
-        token_bwd(D, old, behind, smem, own, most_of_D, unit_of_D, unit_behind, token - 1);
+    const float most = fmaf(to_adjoint, inverse_of(unit_of_D), most_of_D);
+    if (alike(most < LARGEST)) {
+        tokens_bwd<false>(D, most_of_D, unit_of_D, behind, unit_behind, old, smem, own, ask);
+        most_of_D = most;
+    } else {
+        tokens_bwd<true>(D, most_of_D, unit_of_D, behind, unit_behind, old, smem, own, ask);
     }
 }
 
@@ -1090,10 +1149,13 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p,
     cells D;
     pairs behind;
     float most_of_D = 0.0f, unit_of_D = 1.0f, unit = 1.0f;
-    D.load(p, at, p.cot_state);
     if (shared) cluster_wait();
+    float unit_behind = 1.0f;
     if (groups > 0) {
-        float unit_behind = save_states<ROW_WARPS>(behind, saved, stride, smem, p, at, groups);
+        unit_behind = save_states<ROW_WARPS>(behind, saved, stride, smem, p, at, groups);
+    }
+    D.load(p, at, p.cot_state);
+    if (groups > 0) {
         const lane_places<ROW_WARPS> places;
         prefetch<ROW_WARPS> ahead(p, at, (groups - 1) * GROUP);
         const auto ask = [&](int64_t n) {
@@ -1107,7 +1169,7 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p,
         ask(groups - 1);
         if (brings) {
             ahead.template fetch<true>(p, at);
-            ahead.put_back(smem.in, p.scale);
+            ahead.put_back(smem, p.scale);
         }
         cp_async_wait();
         __syncthreads();
@@ -1126,7 +1188,7 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p,
             __syncthreads();
             const int count = (int)min((int64_t)GROUP, length - n * GROUP);
             if (brings) {
-                if (n > 0) ahead.put_back(smem.in, p.scale);
+                if (n > 0) ahead.put_back(smem, p.scale);
             } else if constexpr (WHOLE) {
                 sums.finish(smem, box, p, grads, at, n * GROUP, count, shared, looks);
             } else {
