@@ -215,7 +215,9 @@ struct sizes {
     static constexpr int OWN = RP / CL;             // rows of a block
     static constexpr int TILES = RP / 16;           // column blocks of a worker
     /* Whether the pivot has registers for a first attempt without branches. */
-    static constexpr bool TWICE = RP == 128 && CL == 4;
+    static constexpr bool TWICE = RP < 128 || (RP == 128 && CL > 1);
+    /* Two blocks: a worker's half of the columns is one block's. */
+    static constexpr bool HALVES = CL == 2;
     static constexpr int FOURS = WORKERS / 4;
     static constexpr int GROUP = WORKERS < 8 ? WORKERS : 8;
     static constexpr int GROUPS = WORKERS / GROUP;  // of a block
@@ -242,7 +244,7 @@ struct alignas(16) smem {
     double undo[MN_SCAN_CHUNK][MN_SCAN_CHUNK + 4];
     mn_pivot_smem token;
     double noise[2][MN_SCAN_CHUNK];                  // r2
-    uint64_t full[2];                                // barriers: sums, tile of other blocks
+    uint64_t full[3];                                // barriers: sums, tile of other blocks; passed
     uint64_t arrived[2];                             // keys and the like, queries
     int length, first;                               // tokens, place of the first chunk
     alignas(16) double queries[8][2 * RP + 2];       // last: only where they are wanted
@@ -352,6 +354,7 @@ struct worker {
     double P[of::TILES][2][2];
     double B[2][2][2];                  // of these rows, over half of the columns
     int index, lane, row, own, part;    // own warp; first row, in the block too; half of columns
+    int place;                          // of its parts of sums, by rows and halves
 
     /* What follows from the thread's number, for each stage anew: kept from one to the next it
      * would be in local memory, of which L1 holds little beside so much shared memory, and each
@@ -359,7 +362,8 @@ struct worker {
     __device__ void sit(unsigned rank) {
         const unsigned thread = __shfl_sync(0xffffffffu, threadIdx.x, (int)threadIdx.x % 32);
         index = (int)thread / 32, lane = (int)thread % 32;
-        own = index / 2 * 16, row = (int)rank * of::OWN + own, part = index % 2;
+        own = index / 2 * 16, row = (int)rank * of::OWN + own;
+        part = (index ^ (of::HALVES ? index / 4 : 0)) % 2, place = index / 2 * 2 + part;
     }
 
     __device__ int column(int b) const { return part * (RP / 2) + 8 * b; }
@@ -408,7 +412,7 @@ struct worker {
         }
 #pragma unroll
         for (int f = 0; f < 4; f++) {
-            *(double2 *)&m.parts[index][64 * f + 2 * lane] =
+            *(double2 *)&m.parts[place][64 * f + 2 * lane] =
                 make_double2(s[f / 2][f % 2][0], s[f / 2][f % 2][1]);
         }
     }
@@ -452,7 +456,7 @@ struct worker {
             }
             sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 1);
             sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 2);
-            if (lane % 4 == 0) m.spread[index][8 * half + token] = sums[half];
+            if (lane % 4 == 0) m.spread[place][8 * half + token] = sums[half];
         }
     }
 
@@ -520,8 +524,7 @@ struct worker {
         }
         mn_mma_f64_k16(z, a, b);
         const double2 phi = *(double2 *)&m.ends[s.buffer][0][first + 2 * i];
-        double *out = job.work.z + s.group * mn_state_scan_smem_tile(RP) +
-                      mn_state_scan_smem_tile_at(j, first + 2 * i, RP);
+        put_z(z, first, s, job);    // in front of what others wait for: it has registers of its own
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int token = 8 * half + j;
@@ -530,6 +533,14 @@ struct worker {
             if (job.step == 2) moved = make_double2(phi.x * x - phi.y * y, phi.y * x + phi.x * y);
             store_async_pair<CL>(&m.smem_tile[token][first + 2 * i], &m.full[1], s.rank, moved);
         }
+    }
+
+    /* z of eight rows to memory. */
+    __device__ void put_z(const double (&z)[2][2], int first, const ctx &s,
+                          const mn_state_scan_job &job) const {
+        const int i = lane % 4, j = lane / 4;
+        double *out = job.work.z + s.group * mn_state_scan_smem_tile(RP) +
+                      mn_state_scan_smem_tile_at(j, first + 2 * i, RP);
         if (s.high - s.low == MN_SCAN_CHUNK) {
             *(double2 *)out = make_double2(z[0][0], z[1][0]);
             *(double2 *)(out + 2) = make_double2(z[0][1], z[1][1]);
@@ -540,6 +551,17 @@ struct worker {
             const bool own = 8 * half + j >= s.low && 8 * half + j < s.high;
             if (own) out[half] = z[half][0], out[2 + half] = z[half][1];
         }
+    }
+
+    /* Waits for z of the other blocks. With two blocks one of a quarter's two workers has its
+     * columns in this one: it multiplies while the other one waits. What it looks at instead is a
+     * barrier that was passed at the start and has no other turn: a branch would cost all that
+     * follows its uniform registers, and others' turns may be two ahead of a late worker. */
+    __device__ void await_tile(smem<RP, CL> &m, const ctx &s) const {
+        const bool own = of::HALVES && part == (int)s.rank;
+        await_full<CL>(&m.full[own ? 2 : 1], own ? 0 : s.turns[1]);
+        const unsigned waits = of::HALVES ? 32 * (1 - s.rank) : 0;    // a thread that has waited
+        if (threadIdx.x == waits) expect<CL>(&m.full[1], of::SMEM_TILE_BYTES);
     }
 
     /* P - Phi z (1 / sigma) z'Phi', and B of the next keys if these are there. */
@@ -590,7 +612,7 @@ struct worker {
             seen += __shfl_xor_sync(0xffffffffu, seen, lanes);
             hidden += __shfl_xor_sync(0xffffffffu, hidden, lanes);
         }
-        if (lane == 0) m.raise[index][0] = seen, m.raise[index][1] = hidden;
+        if (lane == 0) m.raise[place][0] = seen, m.raise[place][1] = hidden;
     }
 
     __device__ void raise(double few) {
@@ -810,8 +832,7 @@ __device__ static void advance(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
         mine.solve(m, s, job);
         mine.sit(s.rank);
         named_barrier<2, of::THREADS>();
-        await_full<CL>(&m.full[1], s.turns[1]);
-        if (threadIdx.x == 0) expect<CL>(&m.full[1], of::SMEM_TILE_BYTES);
+        mine.await_tile(m, s);
         const bool ahead = next >= 0 && !mn_state_scan_is_steep(m.keys[0], RP);
         if (ahead) mine.template write<true>(m);
         else mine.template write<false>(m);
@@ -850,6 +871,7 @@ __device__ static void state_scan(smem<RP, CL> &m, ctx s, const mn_state_scan_jo
         mn_state_scan_open(&m.full[0]), mn_state_scan_open(&m.full[1]);
         mn_state_scan_open(&m.arrived[0]), mn_state_scan_open(&m.arrived[1]);
         expect<CL>(&m.full[0], of::SUMS_BYTES), expect<CL>(&m.full[1], of::SMEM_TILE_BYTES);
+        if (of::HALVES) mn_state_scan_open(&m.full[2]), expect<CL>(&m.full[2], 0);
     }
     s.turns[0] = s.turns[1] = 0;
     mn_pdl_wait();

@@ -40,17 +40,31 @@ struct alignas(16) smem {
     double keys[8][2 * RP + 2], queries[8][2 * RP + 2];
     writes<RP> in[2];
     shares share[2];                    // of steps in turn
+    unsigned values[WARPS][4][32];      // v of a chunk, for each lane what it asked for itself
     uint64_t arrived[2];                // keys and queries, writes
 };
 
-/* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. */
+/* Where a block is. */
 struct ctx {
-    int64_t scan, n, h, g, place, group, t;    // group: place * G + g; t: the chunk's first token
-    int first, columns;                  // value columns
-    int low, high;
-    unsigned step;                       // a chunk, or a token of a steep one
+    int64_t scan, n, h, g;
+    int first, columns;    // value columns
+    bool pairs;            // of two neighbours in 16 bits one is at a word's start
     mn_span span;
 };
+
+/* A chunk of `count` tokens from token t on, which lies at `place` of the work space; [low, high)
+ * are those that are gone through. `step` counts chunks, or the steps of steep ones. */
+struct tokens {
+    int64_t t;
+    unsigned chunk, place, step;
+    int count, low, high;
+};
+
+/* A word on its way to shared memory. */
+__device__ static inline void copy_word(unsigned *to, const void *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(mn_smem_addr(to)), "l"(from)
+                 : "memory");
+}
 
 template <typename T, int RP>
 struct worker {
@@ -74,30 +88,28 @@ struct worker {
         x[0] += pair.x, x[1] += pair.y;
     }
 
-    /* Parts of E, which begins with - v, and O over these rows, left for the others; `own` has O of
-     * the value columns that this warp reads. */
-    __device__ void read(double (&own)[2][2], double (&e)[2][2][2], smem<RP> &m, shares &share,
-                         bool reads) const {
+    /* Parts of E and O over these rows; that of O is left for the other warp, but for the value
+     * columns that this one reads, which `own` has. */
+    template <bool READS>
+    __device__ void read(double (&own)[2][2], double (&e)[2][2][2], const smem<RP> &m,
+                         shares &share) const {
         const int j = lane / 4, pair = 2 * (lane % 4);
         double o[2][2][2] = {};
+#pragma unroll
+        for (int x = 0; x < 8; x++) e[x / 4][x / 2 % 2][x % 2] = 0.0;
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
             double a[4];
             mn_state_scan_left(a, &m.keys[j][2 * (row(b) + pair)]);
             mn_mma_f64_k8(e[0], a, M[b][0]);
             mn_mma_f64_k8(e[1], a, M[b][1]);
-            if (!reads) continue;
+            if (!READS) continue;
             mn_state_scan_left(a, &m.queries[j][2 * (row(b) + pair)]);
             mn_mma_f64_k8(o[0], a, M[b][0]);
             mn_mma_f64_k8(o[1], a, M[b][1]);
         }
 #pragma unroll
-        for (int x = 0; x < 8; x++) {
-            share.e[index][8 * (x / 4) + pair + x % 2][8 * (x / 2 % 2) + j] =
-                e[x / 4][x / 2 % 2][x % 2];
-        }
-#pragma unroll
-        for (int f = 0; f < 2 && reads; f++) {
+        for (int f = 0; f < (READS ? 2 : 0); f++) {
             double others[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -105,6 +117,24 @@ struct worker {
                 own[f][i] = part ? o[1][f][i] : o[0][f][i];
             }
             put_share(share.o[index][f], others);
+        }
+    }
+
+    /* E - v for the others, v being the values of half of the tokens. */
+    __device__ void take_values(double (&e)[2][2][2], const smem<RP> &m, shares &share) const {
+        const int j = lane / 4, pair = 2 * (lane % 4);
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+            unsigned bits = m.values[index][sizeof(T) == 2 ? x / 2 : x][lane];
+            if (sizeof(T) == 2) bits = x % 2 ? bits & 0xffff0000u : bits << 16;
+            e[x / 2][0][x % 2] -= (double)__uint_as_float(part ? 0 : bits);
+            e[x / 2][1][x % 2] -= (double)__uint_as_float(part ? bits : 0);
+        }
+#pragma unroll
+        for (int x = 0; x < 8; x++) {
+            share.e[index][8 * (x / 4) + pair + x % 2][8 * (x / 2 % 2) + j] =
+                e[x / 4][x / 2 % 2][x % 2];
         }
     }
 
@@ -129,37 +159,30 @@ struct worker {
     /* Column x of the four that this lane has of E and O, x / 2 being the block. */
     __device__ int column(int x) const { return value + 8 * (x / 2) + 2 * (lane % 4) + x % 2; }
 
-    /* Its values of the chunk that begins at token t, as bits: the first eight tokens for one of
-     * the warps that share them, the others for the other one. Tokens behind the last one get its
-     * values. Columns are hidden from the compiler, which has no registers to keep addresses in. */
-    __device__ void values(unsigned (&v)[4], const mn_state_scan_job &job, const ctx &s,
-                           int64_t t) const {
+    /* Asks for its values of a chunk of `count` tokens from token t on: the first eight tokens for
+     * one of the warps that share them, the others for the other one. Tokens behind the last one
+     * get its values, columns behind the last one some of those in front. On their way they are in
+     * no register: there is none that could wait. Columns are hidden from the compiler, which has
+     * none to keep addresses in. */
+    __device__ void request_values(smem<RP> &m, const mn_state_scan_job &job, const ctx &s,
+                                   int64_t t, int count) const {
         int own = column(0);
         asm volatile("" : "+r"(own));
-        const int64_t token = min(t + 8 * part + lane / 4, s.span.length - 1);
-        const T *from = mn_row<T>(job.p.v, s.span.b, s.span.t0 + token, s.h) + s.first;
+        const T *from = mn_row<T>(job.p.v, s.span.b, s.span.t0 + t, s.h) + s.first;
+        from += min(8 * part + lane / 4, count - 1) * job.p.v.stride[1];
+        unsigned (*to)[32] = m.values[index];
+        if (sizeof(T) == 2 && s.pairs) {
+#pragma unroll
+            for (int w = 0; w < 2; w++) {
+                copy_word(&to[w][lane], from + min(own + 8 * w, s.columns - 2));
+            }
+            return;
+        }
 #pragma unroll
         for (int x = 0; x < 4; x++) {
             const T *at = from + min(own + 8 * (x / 2) + x % 2, s.columns - 1);
-            v[x] = sizeof(T) == 2 ? *(const uint16_t *)at : *(const unsigned *)at;
-        }
-    }
-
-    /* Prefetches those of the chunk that begins at token t into L2; there are no registers to keep
-     * them in. */
-    __device__ void expect_values(const mn_state_scan_job &job, const ctx &s, int64_t t) const {
-        const int64_t token = min(t + 8 * part + lane / 4, s.span.length - 1);
-        const T *from = mn_row<T>(job.p.v, s.span.b, s.span.t0 + token, s.h) + s.first;
-        mn_prefetch_l2(from + min(value, s.columns - 1));
-    }
-
-    /* - v where this warp has it, zeros elsewhere. */
-    __device__ void begin(double (&e)[2][2][2], const unsigned (&v)[4]) const {
-#pragma unroll
-        for (int x = 0; x < 4; x++) {
-            const double less = -(double)__uint_as_float(sizeof(T) == 2 ? v[x] << 16 : v[x]);
-            e[x / 2][0][x % 2] = part ? 0.0 : less;
-            e[x / 2][1][x % 2] = part ? less : 0.0;
+            if (sizeof(T) == 4) copy_word(&to[x][lane], at);
+            else ((uint16_t *)&to[x / 2][lane])[x % 2] = *(const uint16_t *)at;
         }
     }
 
@@ -205,29 +228,36 @@ struct worker {
             const double z[4] = { one.x, two.x, one.y, two.y };
             mn_mma_f64_k16(M[b], a, z);
         }
+        if (turns) move<true>(in.phi);
+        else move<false>(in.phi);
+    }
+
+    /* M <- M Phi', of pairs or of numbers. */
+    template <bool TURNS>
+    __device__ void move(const double (&phi)[RP]) {
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
-            const double2 phi = *(const double2 *)&in.phi[row(b) + 2 * i];
+            const double2 by = *(const double2 *)&phi[row(b) + 2 * (lane % 4)];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const double x = M[b][half][0], y = M[b][half][1];
-                M[b][half][0] = turns ? phi.x * x - phi.y * y : phi.x * x;
-                M[b][half][1] = turns ? phi.y * x + phi.x * y : phi.y * y;
+                M[b][half][0] = TURNS ? by.x * x - by.y * y : by.x * x;
+                M[b][half][1] = TURNS ? by.y * x + by.x * y : by.y * y;
             }
         }
     }
 
     /* o of eight value columns, `part` says which of two blocks. */
     __device__ void put(double (&c)[2][2], const double (&e)[2][2][2], const shares &share,
-                        const mn_state_scan_job &job, const ctx &s) const {
+                        const mn_state_scan_job &job, const ctx &s, const tokens &at) const {
         const int pair = 2 * (lane % 4), j = lane / 4;
         double a[8], b[4];
 #pragma unroll
         for (int m = 0; m < 2; m++) add_share(c[m], share.o[index ^ 1][m]);
 #pragma unroll
         for (int f = 0; f < 4; f++) {    // tokens t 8 (f % 2) on, s 8 (f / 2) on
-            double w[2] = { 0.0, 0.0 };
-            add_share(w, share.w[HALVES * (f / 2)][f % 2]);
+            const double2 first = *(const double2 *)&share.w[HALVES * (f / 2)][f % 2][2 * lane];
+            double w[2] = { first.x, first.y };
             add_share(w, share.w[HALVES * (f / 2) + 1][f % 2]);
 #pragma unroll
             for (int x = 0; x < 2; x++) {
@@ -238,17 +268,17 @@ struct worker {
 #pragma unroll
         for (int x = 0; x < 4; x++) b[x] = part ? e[x / 2][1][x % 2] : e[x / 2][0][x % 2];
         mn_mma_f64_k16(c, a, b);
-        int own = column(0);
+        int own = column(0) + 8 * part;
         asm volatile("" : "+r"(own));
+        T *rows = mn_row<T>(job.p.o, s.span.b, s.span.t0 + at.t, s.h) + s.first + own;
 #pragma unroll
         for (int m = 0; m < 2; m++) {
             const int t = 8 * m + j;
-            T *out = mn_row<T>(job.p.o, s.span.b, s.span.t0 + s.t + t, s.h) + s.first;
+            T *out = rows + t * job.p.o.stride[1];
 #pragma unroll
             for (int x = 0; x < 2; x++) {
-                const int at = own + x + 8 * part;
-                if (t < s.low || t >= s.high || at >= s.columns) continue;
-                mn_put(out + at, (float)(job.p.scale * c[m][x]));
+                if (t < at.low || t >= at.high || own + x >= s.columns) continue;
+                mn_put(out + x, (float)(job.p.scale * c[m][x]));
             }
         }
     }
@@ -270,13 +300,13 @@ struct worker {
 };
 
 /* Issues the loads of kh and qh (16,RP) of the chunk at `place`, by one warp. */
-template <int RP>
+template <bool READS, int RP>
 __device__ static void request_keys(smem<RP> &m, const mn_state_scan_job &job, unsigned place) {
     constexpr int SIZE = mn_state_scan_smem_tile(RP);
-    if (threadIdx.x % 32 == 0) mn_state_scan_expect(&m.arrived[0], (job.reads ? 2 : 1) * SIZE);
+    if (threadIdx.x % 32 == 0) mn_state_scan_expect(&m.arrived[0], (READS ? 2 : 1) * SIZE);
     __syncwarp();
     mn_state_scan_load<SIZE>(m.keys[0], job.work.keys + (uint64_t)place * SIZE, &m.arrived[0]);
-    if (!job.reads) return;
+    if (!READS) return;
     mn_state_scan_load<SIZE>(m.queries[0], job.work.queries + (uint64_t)place * SIZE,
                              &m.arrived[0]);
 }
@@ -286,17 +316,15 @@ __device__ static void request_keys(smem<RP> &m, const mn_state_scan_job &job, u
  * work.done; the first `known` chunks are known to be counted. By one warp. */
 template <int RP>
 __device__ static void request_writes(smem<RP> &m, int &known, const mn_state_scan_job &job,
-                                      const ctx &s,
-                                  unsigned place, int chunk) {
+                                      const ctx &s, unsigned place, int chunk) {
     const uint64_t group = place * (unsigned)job.p.call.G + (unsigned)s.g;
     const mn_state_scan_work &work = job.work;
     constexpr int SIZE = mn_state_scan_smem_tile(RP);
     writes<RP> &in = m.in[chunk % 2];
-    const int *done = work.done + s.scan * MN_SCAN_BLOCKS + (int)threadIdx.x % job.blocks;
+    const int *done = work.done + s.scan * MN_SCAN_BLOCKS + (threadIdx.x & (job.blocks - 1));
     if (known <= chunk) {    // alike in all lanes, of which each looks after one block
         do {
-            int there;
-            there = mn_load_acquire(done);
+            const int there = mn_load_acquire(done);
             known = __reduce_min_sync(0xffffffffu, there);
         } while (known <= chunk);
         mn_state_scan_before_copies();
@@ -313,24 +341,25 @@ __device__ static void request_writes(smem<RP> &m, int &known, const mn_state_sc
 }
 
 /* One step of a steep chunk. */
-template <int RP>
+template <bool READS, int RP>
 __device__ static void fill_steep(smem<RP> &m, writes<RP> &in, const mn_state_scan_job &job,
-                                  const ctx &s, const mn_state_scan_steep_step &step) {
-    const double *keys = job.work.keys + s.place * mn_state_scan_smem_tile(RP);
-    const double *queries = job.work.queries + s.place * mn_state_scan_smem_tile(RP);
-    const double *z = job.work.z + s.group * mn_state_scan_smem_tile(RP);
+                                  int64_t g, int64_t place, const mn_state_scan_steep_step &step) {
+    const int64_t group = place * job.p.call.G + g;
+    const double *keys = job.work.keys + place * mn_state_scan_smem_tile(RP);
+    const double *queries = job.work.queries + place * mn_state_scan_smem_tile(RP);
+    const double *z = job.work.z + group * mn_state_scan_smem_tile(RP);
 #pragma unroll 1
     for (int e = threadIdx.x; e < CHUNK * RP; e += THREADS) {
         const int t = e / RP, r = e % RP;
         const int at = mn_state_scan_smem_tile_at(t, r, RP);
         m.keys[0][at] = step.has(t) ? keys[at] : 0.0;
-        if (job.reads) m.queries[0][at] = step.has(t) ? queries[at] : 0.0;
+        if (READS) m.queries[0][at] = step.has(t) ? queries[at] : 0.0;
         in.z[0][at] = step.has(t) ? z[at] : 0.0;
     }
     const int t = (int)threadIdx.x;
-    if (t < CHUNK) in.inverse[t] = step.has(t) ? job.work.inverse[s.group * CHUNK + t] : 0.0;
-    mn_state_scan_steep_phi<RP, THREADS>(in.phi, job.work.ends + s.place * 3 * RP,
-                                         job.work.noised + s.place * mn_state_scan_noised(RP),
+    if (t < CHUNK) in.inverse[t] = step.has(t) ? job.work.inverse[group * CHUNK + t] : 0.0;
+    mn_state_scan_steep_phi<RP, THREADS>(in.phi, job.work.ends + place * 3 * RP,
+                                         job.work.noised + place * mn_state_scan_noised(RP),
                                          step, t);
     mn_state_scan_before_copies();
 }
@@ -343,71 +372,94 @@ __device__ static void await_copies(uint64_t *arrived, unsigned turn) {
 #endif
 }
 
-/* The sequence, head and slice of a block. */
-template <typename T, int RP>
-__device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
+/* What one warp knows of the covariance's scan: chunks whose writes are there, and whether those of
+ * the next chunk have been asked for. */
+struct news {
+    int known;
+    bool asked;
+};
+
+/* One step: a chunk, or what `low` and `high` say of a steep one. Behind it `left` chunks follow,
+ * if it is its chunk's last step, for which the next one is asked for; else 0. */
+template <bool READS, bool STEEP, typename T, int RP>
+__device__ static void advance(worker<T, RP> &mine, smem<RP> &m, news &seen,
+                               const mn_state_scan_job &job, const ctx &s, const tokens &at,
+                               int left, int tail) {
+    const writes<RP> &in = m.in[at.chunk % 2];
+    shares &share = m.share[at.step % 2];
+    double e[2][2][2], o[2][2];
+    mine.template read<READS>(o, e, m, share);
+    if (!STEEP) await_copies(&m.arrived[1], at.chunk);
+    mine.take_values(e, m, share);
+    if (READS) mine.weigh(m, in, share);
+    __syncthreads();
+    if (left > 0) {
+        const unsigned next = at.place + (unsigned)job.p.call.H;
+        if (mine.index == KEYS) request_keys<READS>(m, job, next);
+        if (mine.index == WRITES && seen.known > (int)at.chunk + 1) {
+            request_writes(m, seen.known, job, s, next, (int)at.chunk + 1), seen.asked = true;
+        }
+        mine.request_values(m, job, s, at.t + CHUNK, left > 1 ? (int)CHUNK : tail);
+    }
+    mine.solve(e, in, share);
+    if (READS) mine.put(o, e, share, job, s, at);
+    mine.write(in, e, job.step == 2);
+}
+
+/* A steep chunk, a step at a time. */
+template <bool READS, typename T, int RP>
+__device__ static void advance_steep(worker<T, RP> &mine, smem<RP> &m, news &seen,
+                                     const mn_state_scan_job &job, const ctx &s, tokens &at,
+                                     int left, int tail) {
+    const int begin = mn_state_scan_steep_begin(m.keys[0], RP);
+    await_copies(&m.arrived[1], at.chunk);
+#pragma unroll 1
+    for (int token = begin - 1; token < at.count; token++, at.step++) {
+        const mn_state_scan_steep_step one = { token, job.step, token < begin };
+        at.low = one.front ? 0 : token, at.high = token + 1;
+        __syncthreads();
+        fill_steep<READS>(m, m.in[at.chunk % 2], job, s.g, at.place, one);
+        __syncthreads();
+        advance<READS, true>(mine, m, seen, job, s, at, token + 1 == at.count ? left : 0, tail);
+    }
+}
+
+/* The sequence, head and slice of a block; READS: o is wanted. */
+template <typename T, int RP, bool READS>
+__device__ static void state_scan(const mn_state_scan_job &job, const ctx &s) {
     extern __shared__ __align__(16) unsigned char memory[];
     smem<RP> &m = *(smem<RP> *)memory;
     const mn_call &call = job.p.call;
-    const int64_t slot = mn_state_scan_slot(call, s.n),
-        chunks = (s.span.length + CHUNK - 1) / CHUNK;
+    const int chunks = (int)((s.span.length + CHUNK - 1) / CHUNK);
+    const int tail = (int)(s.span.length - (chunks - 1) * (int64_t)CHUNK);    // of the last chunk
     worker<T, RP> mine;
     const float *given = mn_row<float>(job.p.M0, s.n, 0, s.h);
     mine.each(job, s, [&](double &x, int r, int column) {
         x = given ? (double)given[r * call.V + column] : 0.0;
     });
-    int known = 0;    // chunks whose writes are there
-    s.place = slot * call.H + s.h, s.step = 0;
+    news seen = { 0, false };
+    tokens at = {};
+    at.place = (unsigned)(mn_state_scan_slot(call, s.n) * call.H + s.h);
     if (threadIdx.x == 0) mn_state_scan_open(&m.arrived[0]), mn_state_scan_open(&m.arrived[1]);
     __syncthreads();
     if (chunks > 0) {
         mn_state_scan_before_copies();
-        if (mine.index == KEYS) request_keys(m, job, (unsigned)s.place);
-        if (mine.index == WRITES) request_writes(m, known, job, s, (unsigned)s.place, 0);
+        if (mine.index == KEYS) request_keys<READS>(m, job, at.place);
+        if (mine.index == WRITES) request_writes(m, seen.known, job, s, at.place, 0);
+        mine.request_values(m, job, s, 0, chunks > 1 ? (int)CHUNK : tail);
     }
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        writes<RP> &in = m.in[chunk % 2];
-        const int64_t next = (slot + chunk + 1) * call.H + s.h;
-        const bool last = chunk + 1 == chunks;
-        s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
-        s.t = chunk * CHUNK;
-        const int count = (int)min((int64_t)CHUNK, s.span.length - s.t);
-        await_copies(&m.arrived[0], (unsigned)chunk);
-        const bool steep = mn_state_scan_is_steep(m.keys[0], RP);
-        const int begin = steep ? mn_state_scan_steep_begin(m.keys[0], RP) : 1;
-        const int end = steep ? count : 1;
-        bool asked = last;
-        for (int token = begin - 1; token < end; token++, s.step++) {
-            const mn_state_scan_steep_step step = { token, job.step, token < begin };
-            const bool ends = token + 1 == end;
-            shares &share = m.share[s.step % 2];
-            double e[2][2][2], o[2][2];
-            unsigned v[4];
-            mine.values(v, job, s, s.t);
-            s.low = 0, s.high = count;
-            if (steep) {
-                s.low = step.front ? 0 : token, s.high = token + 1;
-                if (step.front) await_copies(&m.arrived[1], (unsigned)chunk);
-                __syncthreads();
-                fill_steep(m, in, job, s, step);
-                __syncthreads();
-            }
-            mine.begin(e, v);
-            mine.read(o, e, m, share, job.reads);
-            if (!steep) await_copies(&m.arrived[1], (unsigned)chunk);
-            if (job.reads) mine.weigh(m, in, share);
-            __syncthreads();
-            if (ends) mine.expect_values(job, s, s.t + CHUNK);
-            if (mine.index == KEYS && ends && !last) request_keys(m, job, (unsigned)next);
-            if (mine.index == WRITES && ends && !asked && known > chunk + 1) {
-                request_writes(m, known, job, s, (unsigned)next, (int)chunk + 1), asked = true;
-            }
-            mine.solve(e, in, share);
-            if (job.p.o.data && job.reads) mine.put(o, e, share, job, s);
-            mine.write(in, e, job.step == 2);
+    for (int left = chunks - 1; left >= 0; left--) {
+        at.count = at.high = left > 0 ? (int)CHUNK : tail, at.low = 0;
+        seen.asked = left == 0;
+        await_copies(&m.arrived[0], at.chunk);
+        if (mn_state_scan_is_steep(m.keys[0], RP)) {
+            advance_steep<READS>(mine, m, seen, job, s, at, left, tail);
+        } else {
+            advance<READS, false>(mine, m, seen, job, s, at, left, tail), at.step++;
         }
-        if (mine.index == WRITES && !asked) {
-            request_writes(m, known, job, s, (unsigned)next, (int)chunk + 1);
+        at.chunk++, at.place += (unsigned)call.H, at.t += CHUNK;
+        if (mine.index == WRITES && !seen.asked) {
+            request_writes(m, seen.known, job, s, at.place, (int)at.chunk);
         }
     }
     float *mean = mn_row<float>(job.p.M, s.n, 0, s.h);
@@ -432,7 +484,10 @@ mean_kernel(const __grid_constant__ mn_state_scan_job job, int slices) {
     const int skipped = (int)(blockIdx.x % slices) * SLICE;
     s.first = columns.first + skipped, s.columns = min(columns.count - skipped, (int)SLICE);
     s.span = mn_span_at(call, s.n), s.span.length = mn_state_scan_length(job, s.n, s.h);
-    if (s.columns > 0) state_scan<T, RP>(job, s);
+    s.pairs = job.p.v.stride[1] % 2 == 0 && s.columns % 2 == 0 &&
+              (uintptr_t)(mn_row<T>(job.p.v, s.span.b, s.span.t0, s.h) + s.first) % 4 == 0;
+    if (s.columns > 0 && job.reads && job.p.o.data) state_scan<T, RP, true>(job, s);
+    else if (s.columns > 0) state_scan<T, RP, false>(job, s);
     mn_pdl_wait();
 }
 
