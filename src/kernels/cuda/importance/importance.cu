@@ -569,7 +569,9 @@ namespace mma_path {
 enum {
     SCAN_THREADS = 512,                      // threads of a block
     AT_ONCE = SCAN_THREADS / TOKENS,         // tiles that they have at once
-    SCAN_TILES = 8 * AT_ONCE,               // tiles of one step of the scan between tiles
+    EACH = 8,                                // tiles of half a warp, AT_ONCE apart
+    SCAN_TILES = EACH * AT_ONCE,            // tiles of one step of the scan between tiles
+    LANE_TILES = SCAN_TILES / 32,           // of a lane, neighbours, there
 };
 
 /* A head of one sequence, half a warp to a tile. */
@@ -580,29 +582,43 @@ struct gate_scan {
     int64_t n_rows, n_blocks, heads;
     int length;
 
-    /* Sums over the blocks: what S gets at this lane's token without ip, and sum pull mu there. */
-    __device__ float2 token(int tile) const {
-        float2 sum = { 0.0f, 0.0f };
-        const int t = tile * TOKENS + threadIdx.x % TOKENS;
-        if (t >= length) return sum;
-#pragma unroll 4
-        for (int64_t block = 0; block < n_blocks; block++) {
-            const float2 part = parts.gates[block * n_rows + t * heads];
-            sum.x += part.x, sum.y += part.y;
-        }
-        return sum;
+    /* The tile that this half warp has as number n of those from `first` on. */
+    __device__ static int tile_of(int first, int n) {
+        return first + n * AT_ONCE + (int)(threadIdx.x / TOKENS);
     }
 
-    /* S in front of the tile without ip sum C. */
-    __device__ float start(int tile) const {
-        static_assert(Block::WARPS == TOKENS, "a lane for each warp");
-        const float *from = parts.along + tile * parts.tile_stride + threadIdx.x % TOKENS;
-        float sum = 0.0f;
-#pragma unroll 4
-        for (int64_t block = 0; block < n_blocks; block++) sum += from[block * Block::WARPS];
+    /* Sums over the blocks: what S gets at this lane's tokens without ip, and sum pull mu there. All
+     * loads of a block are asked for at once. */
+    __device__ void tokens(float2 (&sums)[EACH], int first, int end) const {
 #pragma unroll
-        for (int by = 1; by < TOKENS; by *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, by);
-        return sum;
+        for (int n = 0; n < EACH; n++) sums[n] = { 0.0f, 0.0f };
+        for (int64_t block = 0; block < n_blocks; block++) {
+            const float2 *from = parts.gates + block * n_rows;
+            float2 part[EACH];
+#pragma unroll
+            for (int n = 0; n < EACH; n++) {
+                const int tile = tile_of(first, n), t = tile * TOKENS + threadIdx.x % TOKENS;
+                part[n] = { 0.0f, 0.0f };
+                if (tile < end && t < length) part[n] = from[t * heads];
+            }
+#pragma unroll
+            for (int n = 0; n < EACH; n++) sums[n].x += part[n].x, sums[n].y += part[n].y;
+        }
+    }
+
+    /* S in front of the tiles without ip sum C: this lane's shares of the sums over half a warp. */
+    __device__ void starts(float (&sums)[EACH], int first, int end) const {
+        static_assert(Block::WARPS == TOKENS, "a lane for each warp");
+        const float *from = parts.along + threadIdx.x % TOKENS;
+#pragma unroll
+        for (int n = 0; n < EACH; n++) sums[n] = 0.0f;
+        for (int64_t block = 0; block < n_blocks; block++) {
+#pragma unroll
+            for (int n = 0; n < EACH; n++) {
+                const int tile = tile_of(first, n);
+                if (tile < end) sums[n] += from[tile * parts.tile_stride + block * Block::WARPS];
+            }
+        }
     }
 
     /* sum C_t = -spread_t + a_{t+1} sum C_{t+1} is the result and `keeps` times what comes from
@@ -625,6 +641,34 @@ struct gate_scan {
  * front of it, and by what it multiplies what comes from behind itself. */
 struct gate_scan_smem {
     float keeps[SCAN_TILES], share[SCAN_TILES], behind[SCAN_TILES + 1], thread_group[32];
+
+    /* From keeps and share of `count` tiles and `edge`, what comes from behind the last one, by one
+     * warp: a lane goes through neighbours, those behind it are summed up by exchanges. */
+    __device__ void scan(int count, float edge) {
+        const int lane = threadIdx.x % 32, first = lane * LANE_TILES;
+        float to[LANE_TILES], keep[LANE_TILES], sum = 0.0f, keeps_all = 1.0f;
+#pragma unroll
+        for (int i = LANE_TILES - 1; i >= 0; i--) {
+            const bool exists = first + i < count;
+            to[i] = exists ? share[first + i] : 0.0f, keep[i] = exists ? keeps[first + i] : 1.0f;
+            sum = fmaf(keep[i], sum, to[i]), keeps_all *= keep[i];
+        }
+#pragma unroll
+        for (int by = 1; by < 32; by *= 2) {
+            const float later = __shfl_down_sync(0xffffffffu, sum, by);
+            const float more = __shfl_down_sync(0xffffffffu, keeps_all, by);
+            if (lane + by < 32) sum = fmaf(keeps_all, later, sum), keeps_all *= more;
+        }
+        sum = fmaf(keeps_all, edge, sum);
+        const float next = __shfl_down_sync(0xffffffffu, sum, 1);
+        float from = lane == 31 ? edge : next;
+#pragma unroll
+        for (int i = LANE_TILES - 1; i >= 0; i--) {
+            if (first + i < count) behind[first + i + 1] = from;
+            from = fmaf(keep[i], from, to[i]);
+        }
+        if (lane == 0) behind[0] = from;
+    }
 };
 
 /* A block has a head of a sequence; `dips` (sequence, head) gets its part of dip. */
@@ -645,40 +689,45 @@ importance_gate_scan_kernel(const __grid_constant__ mn_importance_args p, const 
     for (int64_t block = 0; block < n_blocks; block++) edge += along.parts.edge[block].x;
     for (int end = n_tiles; end > 0; end -= SCAN_TILES) {
         const int first = max(end - SCAN_TILES, 0);
-        for (int from = first; from < end; from += AT_ONCE) {
-            const int wanted = from + (int)threadIdx.x / TOKENS, tile = min(wanted, end - 1);
+        float2 tokens[EACH];
+        float starts[EACH];
+        along.tokens(tokens, first, end);
+        along.starts(starts, first, end);
+#pragma unroll
+        for (int n = 0; n < EACH; n++) {
+            if (first + n * AT_ONCE >= end) break;
+            const int wanted = along.tile_of(first, n), tile = min(wanted, end - 1);
             const gates &g = along.decays[tile * along.heads];
             float keeps;
-            const float C = along.local(keeps, along.token(tile).y, g);
+            const float C = along.local(keeps, tokens[n].y, g);
             if (t > 0 || wanted >= end) continue;
             r.keeps[tile - first] = g.a[0] * keeps;
             r.share[tile - first] = g.a[0] * C;
         }
         __syncthreads();
-        if (threadIdx.x == 0) {
-            float behind = edge;
-            for (int tile = end - 1; tile >= first; tile--) {
-                r.behind[tile - first + 1] = behind;
-                behind = fmaf(r.keeps[tile - first], behind, r.share[tile - first]);
-            }
-            r.behind[0] = behind;
-        }
+        if (threadIdx.x < 32) r.scan(end - first, edge);
         __syncthreads();
         edge = r.behind[0];
-        for (int from = first; from < end; from += AT_ONCE) {
-            const int wanted = from + (int)threadIdx.x / TOKENS, tile = min(wanted, end - 1);
+#pragma unroll
+        for (int n = 0; n < EACH; n++) {
+            if (first + n * AT_ONCE >= end) break;
+            const int wanted = along.tile_of(first, n), tile = min(wanted, end - 1);
             const gates &g = along.decays[tile * along.heads];
-            const float2 token = along.token(tile);
-            float keeps, C = along.local(keeps, token.y, g);
+            float keeps, C = along.local(keeps, tokens[n].y, g);
             C = fmaf(keeps, r.behind[tile - first + 1], C);
-            const float fall = fmaf(g.forget[t] * at.ip, C, token.x);
+            const float fall = fmaf(g.forget[t] * at.ip, C, tokens[n].x);
             float sum = fall;
 #pragma unroll
             for (int by = 1; by < TOKENS; by *= 2) {
                 const float before = __shfl_up_sync(0xffffffffu, sum, by, TOKENS);
                 if (t >= by) sum += before;
             }
-            const float start = fmaf(at.ip, r.behind[tile - first], along.start(tile));
+            float start = starts[n];
+#pragma unroll
+            for (int by = 1; by < TOKENS; by *= 2) {
+                start += __shfl_xor_sync(0xffffffffu, start, by);
+            }
+            start = fmaf(at.ip, r.behind[tile - first], start);
             const int64_t token_at = (int64_t)tile * TOKENS + t;
             if (wanted >= end || token_at >= at.span.length) continue;
             dip = fmaf(g.forget[t], C, dip);
@@ -726,17 +775,25 @@ typedef mma_path::block<8, 8> fwd_block_k128_half;
 typedef mma_path::block<4, 16> bwd_block;
 typedef mma_path::block<4, 8> bwd_block_half;
 
+static_assert(sizeof(mma_path::fwd_smem<fwd_block_k128_half>) >=
+                      sizeof(mma_path::fwd_smem<fwd_block_k128>) &&
+                  sizeof(mma_path::fwd_smem<fwd_block_k128_half>) >=
+                      sizeof(mma_path::fwd_smem<fwd_block_half>),
+              "whose shared memory is asked for reads most");
+
 /* How a call is cut into blocks, and how many tokens lie between the states that are kept for going
  * back. `slices`: blocks along the columns go back one after the other, each adding to what those
- * before it have of dk and dq; `crossed`: of dv and db, too (see launch_slice). The same sums. */
+ * before it have of dk and dq; `crossed`: of dv and db, too (see launch_slice). The same sums.
+ * `parts`: of each sequence, which blocks read at once (see sequence_part). */
 struct partition {
     int64_t slots, columns, span;
     bool mma_path, serialized, diagonal;
+    int parts;
 };
 
 template <typename Block>
 static partition partition_of_block(int64_t span, bool mma_path) {
-    return { Block::SLOTS, Block::COLUMNS, span, mma_path, false, false };
+    return { Block::SLOTS, Block::COLUMNS, span, mma_path, false, false, 1 };
 }
 
 /* Whether a block may have so much shared memory. */
@@ -773,7 +830,7 @@ static bool can_serialize(const mn_call *call, const partition &by) {
 static partition choose_partition(const mn_importance_args *p, bool backward) {
     const bool spread = backward ? p->cot.ovar.data != NULL : p->ovar.data != NULL;
     const size_t workspace = backward ? sizeof(mma_path::bwd_smem<bwd_block>) :
-                                   sizeof(mma_path::fwd_smem<fwd_block_k128>);
+                                        sizeof(mma_path::fwd_smem<fwd_block_k128_half>);
     if (p->call.dtype == MN_BF16 && !spread && has_smem(workspace)) {
         if (backward) {
             partition by = partition_of_block<bwd_block>(TOKENS, true);
@@ -786,8 +843,10 @@ static partition choose_partition(const mn_importance_args *p, bool backward) {
         const partition wide = tall ? partition_of_block<fwd_block_k128>(TOKENS, true) :
                                  partition_of_block<fwd_block>(TOKENS, true);
         if (!underfills_gpu(&p->call, wide)) return wide;
-        return tall ? partition_of_block<fwd_block_k128_half>(TOKENS, true) :
-                      partition_of_block<fwd_block_half>(TOKENS, true);
+        partition narrow = tall ? partition_of_block<fwd_block_k128_half>(TOKENS, true) :
+                                  partition_of_block<fwd_block_half>(TOKENS, true);
+        if (underfills_gpu(&p->call, narrow)) narrow.parts = 2;
+        return narrow;
     }
     if (p->call.K <= SHORT_KEY) return partition_of_block<short_block>(cell_path::SPAN, false);
     return partition_of_block<long_block>(cell_path::SPAN, false);
@@ -795,7 +854,7 @@ static partition choose_partition(const mn_importance_args *p, bool backward) {
 
 static dim3 blocks_of(const mn_call *call, const partition &by) {
     return dim3(mn_blocks(call->V, by.columns),
-                mn_blocks(mn_n_spans(*call) * call->H, 1, MAX_HEADS),
+                mn_blocks(mn_n_spans(*call) * call->H * by.parts, 1, MAX_HEADS),
                 mn_blocks(call->K, by.slots));
 }
 
@@ -881,7 +940,7 @@ static int forward_mma_of(const mn_importance_args *p, const workspace &to, cons
     return mn_launch_smem(mma_path::importance_fwd_kernel<Block>, blocks_of(&p->call, by),
                           Block::THREADS + mma_path::producer_warps<Block>::THREADS,
                           sizeof(mma_path::fwd_smem<Block>), stream, *p, gates, to.at[SUMS],
-                          n_rows);
+                          n_rows, by.parts);
 }
 
 static int forward_mma(const mn_importance_args *p, const workspace &to, const partition &by,

@@ -333,6 +333,14 @@ struct token_adjoint {
     }
 };
 
+/* Of lanes MASK apart the lower one has the sum of both `early`, the other that of both `late`.
+ * Which it is, is asked anew: the compiler would keep it in local memory. */
+template <unsigned MASK>
+__device__ __forceinline__ float sum_by_halves(float early, float late) {
+    const bool upper = thread_rematerialized() & MASK;
+    return (upper ? late : early) + __shfl_xor_sync(0xffffffffu, upper ? early : late, MASK);
+}
+
 /* exp(x), twice. */
 __device__ __forceinline__ unsigned exp_bf16x2(float x) {
     const float y = expf(x);
@@ -379,11 +387,7 @@ __device__ __forceinline__ void chunk_bwd(chunk_acc &sums, state_frag &adj, stat
             mn_cell_reduce_half<1>(two, 1);
             sum[t % 4 / 2] = two[0];
         }
-        if (t % 4 == 3) {
-            float two[2] = { sum[0], sum[1] };
-            mn_cell_reduce_half<1>(two, 2);
-            sums.spread[t / 4] = two[0];
-        }
+        if (t % 4 == 3) sums.spread[t / 4] = sum_by_halves<2>(sum[0], sum[1]);
         if (RESCALE) ones = bf16x2_mul(ones, exp_bf16x2(base[first + t] - before));
         now.put(adj, ones);
         chunk_frags f = all.where(row_lane() <= t);
@@ -419,19 +423,26 @@ struct token_sums {
     static_assert(Block::SLOTS == 64 && Block::COLUMNS == 64, "four for each of 16 lanes");
 
     __device__ __forceinline__ static int kind() {
-        return (int)thread_rematerialized() % 32 / 16;
+        return (int)(thread_rematerialized() % 32 / 16);
     }
 
     __device__ __forceinline__ static int first() {
-        return (int)thread_rematerialized() % 16 * 4;
+        return (int)(thread_rematerialized() % 16 * 4);
     }
 
-    /* Asks for what the blocks before have of it. */
-    __device__ __forceinline__ static void prefetch_l2(const grad_targets &to, launch_slice now,
-                                                       unsigned token) {
-        if (now.accumulates()) to.key_partials[kind()].prefetch_l2(token, first());
-        if (now.accumulates_lines()) to.line_partials[kind()].prefetch_l2(token, first());
-    }
+    /* What the blocks before have of it, asked for before it is waited for what is added to it. */
+    struct earlier {
+        float keys[4], lines[4];
+
+        __device__ __forceinline__ earlier(const grad_targets &to, launch_slice now, bool exists,
+                                           unsigned token) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) keys[i] = lines[i] = 0.0f;
+            if (!now.accumulates() || !exists) return;
+            to.key_partials[kind()].get(keys, token, first());
+            if (now.accumulates_lines()) to.line_partials[kind()].get(lines, token, first());
+        }
+    };
 
     /* Sums over the parts of one kind at token t of the chunk, of four neighbours. */
     template <int PARTS, int PITCH>
@@ -447,16 +458,15 @@ struct token_sums {
 
     /* dq or dk. */
     __device__ __forceinline__ static void put_keys(const bwd_smem<Block> &r, launch_slice now,
-                                                    float over, int row, unsigned token) {
-        const grad_view<float> &part = r.to.key_partials[kind()];
-        float x[4] = {}, before[4] = {};
-        if (now.accumulates()) part.get(before, token, first());
+                                                    const float (&before)[4], float over, int row,
+                                                    unsigned token) {
+        float x[4] = {};
         add(x, r.chunk.keys, row % HALF);
         const float by = kind() == 0 ? r.to.scale : over;
 #pragma unroll
         for (int i = 0; i < 4; i++) x[i] = 0.0f + before[i] + x[i] * by;
         if (now.is_last()) r.to.keys[kind()].put(x, token, first());
-        else part.put(x, token, first());
+        else r.to.key_partials[kind()].put(x, token, first());
     }
 
     /* dv or db; returns this lane's part of v'dv + b'db. */
@@ -464,10 +474,9 @@ struct token_sums {
                                                       launch_slice now,
                                                       const tile_stage<Block,
                                                           BACKWARD_PASS> &staged,
-                                                      float over, int row, unsigned token) {
-        const grad_view<float> &part = r.to.line_partials[kind()];
-        float x[4] = {}, before[4] = {}, gate_grad = 0.0f;
-        if (now.accumulates_lines()) part.get(before, token, first());
+                                                      const float (&before)[4], float over, int row,
+                                                      unsigned token) {
+        float x[4] = {}, gate_grad = 0.0f;
         add(x, r.chunk.lines, row % HALF);
         const uint2 own = staged.columns[kind()].get(row, first());
         const float inputs[4] = { low_half(own.x), high_half(own.x), low_half(own.y),
@@ -480,28 +489,28 @@ struct token_sums {
             x[i] = 0.0f + before[i] + x[i];
         }
         if (now.is_last_lines()) r.to.lines[kind()].put(x, token, first());
-        else part.put(x, token, first());
+        else r.to.line_partials[kind()].put(x, token, first());
         return gate_grad;
     }
 
     /* This lane's part of the sum of pull mu. */
     __device__ __forceinline__ static float spread(const chunk_smem<Block> &r, int t) {
-        const int lane = (int)thread_rematerialized() % 32;
+        const unsigned lane = thread_rematerialized() % 32, four = (unsigned)t / 4;
         float sum = 0.0f;
 #pragma unroll
         for (int warp = 0; warp < Block::WARPS; warp += 4) {    // eight lanes of each have it
-            sum += r.spread[warp + lane / 8][t / 4 * 32 + lane % 8 * 4 + t % 4];
+            sum += r.spread[warp + lane / 8][four * 32 + lane % 8 * 4 + (unsigned)t % 4];
         }
         return sum;
     }
 
     __device__ __forceinline__ static void put(const bwd_smem<Block> &r, launch_slice now,
                                                const tile_stage<Block, BACKWARD_PASS> &staged,
-                                                   int row,
+                                               const earlier &before, int row,
                                                unsigned token) {
         const float over = staged.g.over[row];
-        put_keys(r, now, over, row, token);
-        const float gate_grad = put_lines(r, now, staged, over, row, token);
+        put_keys(r, now, before.keys, over, row, token);
+        const float gate_grad = put_lines(r, now, staged, before.lines, over, row, token);
         float both[2] = { gate_grad, spread(r.chunk, row % HALF) * over };
         mn_cell_reduce_half<1>(both, 16);    // lanes of the lower half, and of the upper one
 #pragma unroll
@@ -527,7 +536,7 @@ __device__ __forceinline__ void store_gate_start(const bwd_smem<Block> &r, int p
 template <typename Block>
 __device__ __forceinline__ bool has_row(int &row, int chunk) {
     static_assert(Block::WARPS == TOKENS, "a warp for each token");
-    row = (int)thread_rematerialized() / 32;
+    row = (int)(thread_rematerialized() / 32);
     return row / HALF == chunk;
 }
 
@@ -540,8 +549,11 @@ __device__ __forceinline__ void store_chunk(bwd_smem<Block> &r, launch_slice now
                                           int first, int n_rows) {
     int row;
     if (!has_row<Block>(row, chunk)) return;
+    const unsigned token = (unsigned)(first + row);
+    const bool exists = token < (unsigned)(first + n_rows);    // and not kept until it is put
+    const typename token_sums<Block>::earlier before(r.to, now, exists, token);
     mn_mbarrier_wait(&r.sums_full, chunk ^ 1);
-    if (row < n_rows) token_sums<Block>::put(r, now, staged, row, (unsigned)(first + row));
+    if (row < n_rows) token_sums<Block>::put(r, now, staged, before, row, token);
     if (chunk == 0) store_gate_start<Block>(r, row, first / TOKENS);
     mn_mbarrier_arrive(&r.sums_empty);
     if (chunk == 0) mn_mbarrier_arrive(&r.left);
@@ -623,6 +635,11 @@ __device__ __forceinline__ float init_last_tile(state_frag &adj, state_frag end,
     return sum;
 }
 
+/* x of shared memory where a register from one chunk to the next is worth more than a read. */
+__device__ __forceinline__ unsigned read_again(const unsigned &x) {
+    return *(const volatile unsigned *)&x;
+}
+
 /* A tile back: `adj` from behind it to in front of it. `third`: its room of what came; the one
  * before was that of the tile behind. */
 template <typename Block>
@@ -634,11 +651,11 @@ __device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, la
     state_frag c;
     c.load(front, SET_STRIDE<Block>);
     adj.times(r.in[turn].rest);
-    const bool has_heads = r.in[turn].heads != 0;
     along.pass(c, 0, HALF);
     along.move(HALF);
+    unsigned passed = 0;    // chunks: the compiler would keep a choice by `chunk` in local memory
 #pragma unroll 1
-    for (int chunk = 1; chunk >= 0; chunk--, along.move(-HALF)) {
+    for (int chunk = 1; chunk >= 0; chunk--, passed = again(passed), along.move(-HALF)) {
         chunk_acc sums;
         const unsigned one = r.ones[threadIdx.x % 32];
         const int from = third - chunk, first = (tile + chunk) * TOKENS;    // of the chunk behind
@@ -647,17 +664,13 @@ __device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, la
             store_chunk<Block>(r, now, r.staged[from < 0 ? 2 : from], chunk ^ 1, first,
                                length - first);
         };
-        int row;
-        if (now.accumulates() && has_row<Block>(row, chunk ^ 1) && first + row < length) {
-            token_sums<Block>::prefetch_l2(r.to, now, (unsigned)(first + row));
-        }
         if (chunk == 0) c.load(front, SET_STRIDE<Block>);
-        if (!has_heads) {
+        if (read_again(r.in[turn].heads) == 0) {
             chunk_bwd<Block, false>(sums, adj, c, staged, chunk * HALF, one, along, midway);
         } else {
             chunk_bwd<Block, true>(sums, adj, c, staged, chunk * HALF, one, along, midway);
         }
-        if (chunk == 0) {
+        if (passed++ > 0) {
             const unsigned thread = thread_rematerialized();
             c.load(front, SET_STRIDE<Block>);
             r.chunk.starts[thread / 32][thread % 32] = gate_start_share(r.to.ip, adj, c);
@@ -722,6 +735,19 @@ __device__ __forceinline__ void consumer_loop(bwd_smem<Block> &r, const mn_impor
     }
 }
 
+/* Asks for what the blocks before have of a tile's gradients: each thread for 128 bytes of a token,
+ * rows of 64 numbers of dq or dk and, where they are added up here, of dv or db. */
+template <typename Block>
+__device__ __forceinline__ void prefetch_earlier(const grad_targets &to, launch_slice now, int tile,
+                                                 int length) {
+    static_assert(producer_warps<Block>::THREADS == 8 * TOKENS, "a thread for each 128 bytes");
+    const unsigned own = producer_warps<Block>::own(), token = tile * TOKENS + own / 8;
+    const unsigned kind = own / 2 % 2, first = own % 2 * 32;
+    if (!now.accumulates() || token >= (unsigned)length) return;
+    if (own / 4 % 2 == 0) to.key_partials[kind].prefetch_l2(token, (int)first);
+    else if (now.accumulates_lines()) to.line_partials[kind].prefetch_l2(token, (int)first);
+}
+
 /* The producer_warps' way: while a tile is scanned, the one in front of it is made ready and the
  * next one is on its way. Both have the shared memory of tiles that have been left. */
 template <typename Block>
@@ -749,6 +775,7 @@ __device__ __forceinline__ void producer_loop(bwd_smem<Block> &r, const mn_impor
             meet(BAR_PRODUCERS, next::THREADS);
             if (i + 2 < n_tiles) mn_mbarrier_wait(&r.left, turn);
             if (next::is_first()) load_state(r, turn, i);
+            prefetch_earlier<Block>(r.to, now, i, length);
             if (i > 0) next::fetch(r.staged[after], r.from, i - 1, length);
             next::put(r.in[turn], r.staged[third], r.to.scale);
             mn_mbarrier_arrive(&r.full[turn]);

@@ -105,8 +105,8 @@ struct all_warps {
 };
 
 template <typename Block>
-struct producer_warps {
-    static constexpr int THREADS = 128;
+struct producer_warps {    // beside eight warps there is room for as many
+    static constexpr int THREADS = Block::WARPS < 16 ? 256 : 128;
 
     __device__ static unsigned own() {    // masked: the compiler then knows how large it gets
         static_assert(Block::THREADS % THREADS == 0, "they begin at a multiple of their number");
@@ -425,10 +425,11 @@ struct tile {
     }
 };
 
-/* COUNT numbers of each token of a tile as they come from memory. */
-template <int COUNT>
+/* COUNT numbers of each token of a tile as they come from memory. Where products read eight rows of
+ * 32 bytes, rows are PADDED, so that these meet no bank twice. */
+template <int COUNT, bool PADDED>
 struct alignas(16) rows_of {
-    static constexpr int PITCH = COUNT + 16;    // eight rows of 32 bytes meet no bank twice
+    static constexpr int PITCH = PADDED ? COUNT + 16 : COUNT;
     mn_bf16 at[TOKENS][PITCH];
 
     /* Four neighbours. */
@@ -441,8 +442,8 @@ template <typename Block, pass PASS>
 struct tile_stage {
     static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
     gates g;
-    rows_of<Block::SLOTS> slots[READS ? 2 : 1];        // k, q
-    rows_of<Block::COLUMNS> columns[BACK ? 3 : 2];    // v, b, do
+    rows_of<Block::SLOTS, READS> slots[READS ? 2 : 1];        // k, q
+    rows_of<Block::COLUMNS, READS> columns[BACK ? 3 : 2];    // v, b, do
 };
 
 __device__ __forceinline__ void cp_async_16(void *to, const void *from) {
@@ -612,11 +613,11 @@ struct tile_loader {
     /* The factors of a tile that has come: a thread has 4 neighbours of a kind. */
     __device__ static void put(tile<Block, PASS> &to, const smems &staged, float scale) {
         constexpr int SLOT_QUADS = Block::SLOTS / 4 * TOKENS, QUADS = Block::COLUMNS / 4 * TOKENS;
-        static_assert(SLOT_QUADS % THREADS == 0 && COLUMN_KINDS * QUADS % THREADS == 0, "no rest");
+        static_assert(SLOT_QUADS % THREADS == 0, "no rest");
         const unsigned thread = Threads::own();
         constexpr int SLOT_SHARES = SLOT_KINDS_SPLIT * SLOT_QUADS / THREADS;
-        constexpr int SHARES = COLUMN_KINDS * QUADS / THREADS, PER_SLOT = Block::SLOTS / 4;
-        constexpr int PER_COLUMN = Block::COLUMNS / 4;
+        constexpr int ALL = COLUMN_KINDS * QUADS, SHARES = (ALL + THREADS - 1) / THREADS;
+        constexpr int PER_SLOT = Block::SLOTS / 4, PER_COLUMN = Block::COLUMNS / 4;
         uint2 of_slots[SLOT_SHARES], of_columns[SHARES];    // reads pass no writes by themselves
 #pragma unroll
         for (int n = 0; n < SLOT_SHARES; n++) {
@@ -633,11 +634,13 @@ struct tile_loader {
 #pragma unroll
         for (int n = 0; n < SHARES; n++) {
             const unsigned i = n * THREADS + thread, own = i % QUADS;
+            if ((n + 1) * THREADS > ALL && i >= ALL) continue;
             of_columns[n] = staged.columns[i / QUADS].get(own / PER_COLUMN, own % PER_COLUMN * 4);
         }
 #pragma unroll
         for (int n = 0; n < SHARES; n++) {
             const unsigned i = n * THREADS + thread, own = i % QUADS;
+            if ((n + 1) * THREADS > ALL && i >= ALL) continue;
             store_columns(to, of_columns[n], i / QUADS, own / PER_COLUMN, own % PER_COLUMN * 4);
         }
         if (thread < TOKENS) {
@@ -795,8 +798,11 @@ using fwd_loader = tile_loader<Block, FORWARD_PASS, producer_warps<Block>>;
 template <typename Block>
 struct fwd_smem {
     static constexpr int PITCH = Block::COLUMNS + 4;
+    /* Tiles asked for ahead: passing one takes less time than memory does. A tile is read from
+     * where it came to until it has been left, two behind the one that is made ready. */
+    static constexpr int AHEAD = Block::WARPS < 16 ? 4 : 1, STAGES = AHEAD + 2;
     tile<Block, FORWARD_PASS> in[2];
-    tile_stage<Block, FORWARD_PASS> staged[3];
+    tile_stage<Block, FORWARD_PASS> staged[STAGES];
     typename fwd_loader<Block>::sources from;
     alignas(16) float out[2][Block::GROUPS][TOKENS][PITCH];
     uint64_t full[2], left[2];
@@ -909,12 +915,18 @@ struct output_writer {
     int inside;
     float scale;
 
-    __device__ static int column() { return (int)producer_warps<Block>::own() % ACROSS * 4; }
-    __device__ static int row() { return (int)producer_warps<Block>::own() / ACROSS; }
+    /* Counted from the last thread: where not all have a share, the first make factors of v. */
+    __device__ static unsigned own() {
+        return producer_warps<Block>::THREADS - 1 - producer_warps<Block>::own();
+    }
 
+    __device__ static int column() { return (int)(own() % ACROSS * 4); }
+    __device__ static int row() { return (int)(own() / ACROSS); }
+
+    /* `first`: the token that its first tile begins with. */
     __device__ output_writer(const mn_importance_args &p, float *parts, const place &at,
-                             int64_t n_rows) {
-        const int64_t v = Block::column0() + column(), token = at.span.t0 + row();
+                             int64_t n_rows, int first) {
+        const int64_t v = Block::column0() + column(), token = at.span.t0 + first + row();
         const int64_t row_of_heads = at.span.b * p.call.T + token;
         const int64_t place = blockIdx.z * n_rows + row_of_heads * p.call.H + at.h;
         mn_bf16 *o = mn_row<mn_bf16>(p.o, at.span.b, token, at.h);
@@ -968,31 +980,54 @@ __device__ void store_final_state(const state_frag &c, const mn_importance_args 
 
 enum { BAR_FWD_PRODUCERS = 1 };
 
-/* The producers' way through a sequence; `done`: tiles that the block has had before. */
+/* Part `index` of `count`, one or two, of a sequence: its tiles first .. end are read, those in
+ * front are only passed, by the same products, which takes some four tenths of the time. So two
+ * blocks get through it in five eighths of one's, and no bit depends on their number. */
+struct sequence_part {
+    int first, end, length;    // length: tokens up to the end of its tiles
+    bool last;
+
+    __device__ sequence_part(const place &at, int index, int count) {
+        const int tokens = (int)at.span.length, n_tiles = (int)mn_cell_tiles(tokens);
+        const int middle = count == 2 ? n_tiles * 5 / 8 : n_tiles;
+        first = index == 0 ? 0 : middle, end = index == 0 ? middle : n_tiles;
+        last = index + 1 == count;
+        length = min(tokens, end * (int)TOKENS);
+    }
+};
+
+/* The producers' way through a part; `done`: tiles that the block has had before. */
 template <typename Block>
 __device__ __forceinline__ void fwd_produce(fwd_smem<Block> &r, const mn_importance_args &p,
-                                            const place &at, const gates *decays, float *sums,
-                                            int64_t n_rows, unsigned &done) {
+                                            const place &at, const sequence_part &part,
+                                            const gates *decays, float *sums, int64_t n_rows,
+                                            unsigned &done) {
     typedef fwd_loader<Block> next;
-    const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
-    output_writer<Block> to(p, sums, at, n_rows);
+    const int length = part.length, n_tiles = part.end;
+    output_writer<Block> to(p, sums, at, n_rows, part.first * TOKENS);
     const auto meet = []() { mn_named_barrier_sync(BAR_FWD_PRODUCERS, next::THREADS); };
+    constexpr int AHEAD = fwd_smem<Block>::AHEAD, STAGES = fwd_smem<Block>::STAGES;
     next::open(r.from, p, at, decays);
     meet();
-    next::fetch(r.staged[0], r.from, 0, length);
-    for (int i = 0, third = 0; i < n_tiles; i++) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+        next::fetch(r.staged[i], r.from, i, length);
+        next::commit();
+    }
+    for (int i = 0, stage = 0, asked = AHEAD; i < n_tiles; i++) {
         const unsigned n = done + i;
-        const int turn = tile_turn(n), after = third == 2 ? 0 : third + 1;
-        next::wait();
+        const int turn = tile_turn(n);
+        next::template wait_but<AHEAD - 1>();
         meet();
         if (n >= 2) wait_for_phase(&r.left[turn], tile_phase(n - 2));
-        next::fetch(r.staged[after], r.from, i + 1, length);
-        next::put(r.in[turn], r.staged[third], 1.0f);
-        if (i >= 2) to.put(r, TOKENS, turn);
+        next::fetch(r.staged[asked], r.from, i + AHEAD, length);
+        next::commit();
+        next::put(r.in[turn], r.staged[stage], 1.0f);
+        if (i >= part.first + 2) to.put(r, TOKENS, turn);
         mn_mbarrier_arrive(&r.full[turn]);
-        third = after;
+        stage = stage == STAGES - 1 ? 0 : stage + 1, asked = asked == STAGES - 1 ? 0 : asked + 1;
     }
-    for (int i = max(n_tiles - 2, 0); i < n_tiles; i++) {
+    for (int i = max(n_tiles - 2, part.first); i < n_tiles; i++) {
         const unsigned n = done + i;
         wait_for_phase(&r.left[tile_turn(n)], tile_phase(n));
         to.put(r, min(length - i * TOKENS, (int)TOKENS), tile_turn(n));
@@ -1000,11 +1035,27 @@ __device__ __forceinline__ void fwd_produce(fwd_smem<Block> &r, const mn_importa
     done += n_tiles;
 }
 
+/* A tile of which nothing is read: the states as tile_forward leaves them. */
+template <typename Block>
+__device__ __forceinline__ void tile_passed(state_frag &c,
+                                            const token_scan<Block, FORWARD_PASS> &along) {
+    const bool has_heads = along.in.heads != 0;
+    if (has_heads) {
+#pragma unroll 1
+        for (int t = 0; t < TOKENS; t++) along.template advance<true>(c, t);
+    } else {
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) along.template advance<false>(c, t);
+    }
+    c.times(along.in.rest);
+}
+
 /* That of the others. */
 template <typename Block>
 __device__ __forceinline__ void fwd_scan(fwd_smem<Block> &r, const mn_importance_args &p,
-                                         const place &at, unsigned &done) {
-    const int n_tiles = (int)mn_cell_tiles(at.span.length);
+                                         const place &at, const sequence_part &part,
+                                         unsigned &done) {
+    const int n_tiles = part.end;
     const int slot = Block::slot() + 4 * column_lane();
     const auto places = token_scan<Block, FORWARD_PASS>(r.in[0]).places();
     const unsigned sums = again((unsigned)(
@@ -1016,13 +1067,19 @@ __device__ __forceinline__ void fwd_scan(fwd_smem<Block> &r, const mn_importance
     state_frag c;
     load_first<Block, true>(c, p, at);
     c.times(FORWARD_UNIT);
-    for (int i = 0, third = 0; i < n_tiles; i++, third = third == 2 ? 0 : third + 1) {
+    constexpr int STAGES = fwd_smem<Block>::STAGES;
+    for (int i = 0, stage = 0; i < n_tiles; i++, stage = stage == STAGES - 1 ? 0 : stage + 1) {
         const unsigned n = done + i;
         const int turn = tile_turn(n);
         const token_scan<Block, FORWARD_PASS> along(r.in[turn], places);
         float *const to = &r.out[turn][0][0][0] + sums;
         wait_for_phase(&r.full[turn], tile_phase(n));
-        const auto &keys = r.staged[third].slots[1];
+        if (i < part.first) {
+            tile_passed<Block>(c, along);
+            mn_mbarrier_arrive_warp(&r.left[turn]);
+            continue;
+        }
+        const auto &keys = r.staged[stage].slots[1];
         const mn_bf16 *const own = &keys.at[0][0] + queries;
         const uint2 q[2] = { *(const uint2 *)own, *(const uint2 *)(own + HALF * keys.PITCH) };
         if (r.in[turn].heads == 0 && can_share_rcp(c)) tile_forward<Block, true>(c, to, along, q);
@@ -1030,34 +1087,40 @@ __device__ __forceinline__ void fwd_scan(fwd_smem<Block> &r, const mn_importance
         mn_mbarrier_arrive_warp(&r.left[turn]);
     }
     done += n_tiles;
-    store_final_state<Block>(c, p, at);
+    if (part.last) store_final_state<Block>(c, p, at);
 }
 
+/* `n_parts`: of each sequence, for blocks of eight warps. */
 template <typename Block>
-__global__ void __launch_bounds__(Block::THREADS + producer_warps<Block>::THREADS,
-                                  Block::PER_PROCESSOR)
+__global__ void __launch_bounds__(Block::THREADS + producer_warps<Block>::THREADS, 1)
 importance_fwd_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
-                      float *sums, int64_t n_rows) {
+                      float *sums, int64_t n_rows, int n_parts) {
+    const int parts = Block::WARPS == 16 ? 1 : n_parts;
     extern __shared__ float4 shared[];
     fwd_smem<Block> &r = *(fwd_smem<Block> *)shared;
     r.open();
     __syncthreads();
     unsigned done = 0;
-    /* Each role is a branch that begins with setmaxnreg: only then ptxas gives it its registers. */
-    const int64_t n_items = mn_n_spans(p.call) * p.call.H;
-    if (threadIdx.x >= Block::THREADS) {    // of 96 registers that each thread has, or 80
+    /* Each role is a branch that begins with setmaxnreg: only then ptxas gives it its registers.
+     * Blocks of eight warps have 128 for each thread. */
+    const int64_t n_items = mn_n_spans(p.call) * p.call.H * parts;
+    if (threadIdx.x >= Block::THREADS) {    // of 96 registers that each thread has
 #if MN_HAS_WGMMA
-        mn_setmaxnreg_dec<Block::PER_PROCESSOR == 1 ? 64 : 48>();
+        if constexpr (Block::WARPS == 16) mn_setmaxnreg_dec<64>();
 #endif
         for (int64_t item = blockIdx.y; item < n_items; item += gridDim.y) {
-            fwd_produce<Block>(r, p, place::of(p, item), decays, sums, n_rows, done);
+            const place at = place::of(p, item / parts);
+            const sequence_part part(at, (int)(item % parts), parts);
+            fwd_produce<Block>(r, p, at, part, decays, sums, n_rows, done);
         }
     } else {
 #if MN_HAS_WGMMA
-        mn_setmaxnreg_inc<Block::PER_PROCESSOR == 1 ? 104 : 96>();
+        if constexpr (Block::WARPS == 16) mn_setmaxnreg_inc<104>();
 #endif
         for (int64_t item = blockIdx.y; item < n_items; item += gridDim.y) {
-            fwd_scan<Block>(r, p, place::of(p, item), done);
+            const place at = place::of(p, item / parts);
+            const sequence_part part(at, (int)(item % parts), parts);
+            fwd_scan<Block>(r, p, at, part, done);
         }
     }
 }
@@ -1071,7 +1134,9 @@ __device__ __forceinline__ void advance_tile(state_frag &c, const tile<Block, PA
     c.times(in.rest);
 }
 
-/* Tiles are asked for three ahead: beside the states that are written, memory takes its time. */
+/* Tiles are asked for three ahead: beside the states that are written, memory takes its time. An SM
+ * has room for four blocks of half the columns: all of 128 slots, 128 columns and 64 heads go at
+ * once. */
 template <typename Block>
 struct states_smem {
     static constexpr int STAGES = 4;
