@@ -30,8 +30,8 @@ namespace mneme::additive {
  *   Q~                  q_t 2^(e_t), in the second part times f_0
  *   K~                  k_s 2^(-e_s) times f of its part, in the first part times f_1 too
  *
- * Sums are products of tensor cores with a triangle of log2 e, as two bf16 numbers, and so come
- * where the factors of q and k lie: nothing but tiles passes through shared memory. Where a
+ * Sums are products of tensor cores with a triangle of ones, times log2 e, and so come where the
+ * factors of q and k lie: nothing but tiles passes through shared memory. Where a
  * channel has decayed by 2^100 or more up to a key of the part, 2^(-e_s) would overflow: scores of
  * such keys are added up one by one, from differences of e. Keys before stay as they are, so that
  * no token's bits depend on later decays; K~ of all keys of the part's channel is made of
@@ -60,6 +60,11 @@ struct alignas(1024) mn_gated_stage {
     __device__ float *cum_decays(void) { return (float *)(g + MN_GATED_SMEM_TILE + 2 * 96 * 16); }
 };
 
+/* Where the decay of a channel lies: of each 16 the four of a thread side by side. */
+__device__ inline int mn_gated_decay_place(int channel) {
+    return channel / 16 * 16 + channel % 8 / 2 * 4 + channel / 8 % 2 * 2 + channel % 2;
+}
+
 /* Barriers of stages: tiles have come, are made, have been used, are free. */
 template <int KP>
 struct mn_gated_smem {
@@ -67,6 +72,7 @@ struct mn_gated_smem {
     uint64_t full[MN_GATED_STAGES], scaled[MN_GATED_STAGES];
     uint64_t out_full[MN_GATED_STAGES], empty[MN_GATED_STAGES];
     mn_scan_coord place;
+    uint32_t triangle[4 * 32];    // of mn_gated_cumsum_mma
 };
 
 /* The first token of the chunk that is number `iter` of the segment's scan, from the sequence's
@@ -95,12 +101,19 @@ struct mn_gated_decay_factors {
         return 28 + threadIdx.x % 4;
     }
 
-    __device__ void make(const mn_gated_cumsum_mma &triangle, uint32_t tile) {
+    __device__ static void sum(mn_gated_acc &e, const mn_gated_cumsum_mma &triangle,
+                               uint32_t tile) {
         uint32_t g[4];
         mn_gated_ldmatrix<true>(g, tile);
+        triangle.sum(e[0], g[0], g[1]);
+        triangle.sum(e[1], g[2], g[3]);
+    }
+
+    __device__ void make(const mn_gated_acc &sums) {
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            triangle.sum(e[n], g[2 * n], g[2 * n + 1]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) e[n][i] = sums[n][i];
 #pragma unroll
             for (int i = 0; i < 4; i++) up[n][i] = mn_exp2(e[n][i]);
             whole[n][0] = __shfl_sync(0xffffffffu, up[n][2], last());
@@ -256,18 +269,19 @@ __device__ inline void mn_gated_fix_underflow(mn_gated_scores &P, mn_gated_scale
     deep.add<true>(P.across, q[1], f[1].e, k[0], f[0].e);
 }
 
-/* 16 channels of a chunk, whose tiles lie at q, k and g; stores their decays over the
- * chunk. */
+/* 16 channels of a chunk, whose tiles lie at q and k; stores their decays over the chunk. `sums`
+ * are those of their decays, and become those of the next 16 channels, at `next`: they are added up
+ * while results of these are made. */
 __device__ inline void mn_gated_scale_channels(mn_gated_scores &P, float (&cum_decay)[2][2],
-                                         const mn_gated_cumsum_mma &triangle, uint32_t q,
-                                             uint32_t k,
-                                         uint32_t g) {
+                                               mn_gated_acc (&sums)[2],
+                                               const mn_gated_cumsum_mma &triangle, uint32_t q,
+                                               uint32_t k, uint32_t next) {
     mn_gated_decay_factors f[2];
     mn_gated_scaled_keys keys[2];
     uint32_t x[2][4], y[2][4], left[4], right[2][4];
 #pragma unroll
     for (int part = 0; part < 2; part++) {
-        f[part].make(triangle, g + part * MN_GATED_SUB_BYTES);
+        f[part].make(sums[part]);
         mn_gated_ldmatrix<false>(y[part], k + part * MN_GATED_SUB_BYTES);
         mn_gated_ldmatrix<false>(x[part], q + part * MN_GATED_SUB_BYTES);
     }
@@ -279,6 +293,10 @@ __device__ inline void mn_gated_scale_channels(mn_gated_scores &P, float (&cum_d
     keys[1].make(f[1], y[1], f[1].whole);
     if (__any_sync(0xffffffffu, f[0].has_underflow() || f[1].has_underflow())) {
         mn_gated_fix_underflow(P, keys, f, x, y);
+    }
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+        f[0].sum(sums[part], triangle, next + part * MN_GATED_SUB_BYTES);
     }
 #pragma unroll
     for (int part = 0; part < 2; part++) {
@@ -307,7 +325,9 @@ __device__ inline void mn_gated_scale_writes(float (&cum_decay)[2][2],
     const uint32_t at = reverse ? q : k;
 #pragma unroll
     for (int part = 0; part < 2; part++) {
-        f[part].make(triangle, g + part * MN_GATED_SUB_BYTES);
+        mn_gated_acc sums;
+        f[part].sum(sums, triangle, g + part * MN_GATED_SUB_BYTES);
+        f[part].make(sums);
         mn_gated_ldmatrix<false>(x[part], at + part * MN_GATED_SUB_BYTES);
     }
 #pragma unroll
@@ -429,7 +449,8 @@ __device__ inline void mn_gated_scale(mn_gated_smem<KP> &smem, bool reverse) {
     const int last = (int)smem.place.n_chunks - 1, iter = (int)smem.place.iter;
     const int ending = reverse ? -iter : last - iter;    // when the sequence's last chunk comes
     const int count = (int)smem.place.span.length - last * MN_GATED_CHUNK;    // its tokens
-    const mn_gated_cumsum_mma triangle;
+    mn_gated_cumsum_mma triangle;
+    triangle.get(smem.triangle);
     const uint32_t first =
         mn_gated_pin_reg(mn_smem_addr(&smem) + mn_gated_swizzle(lane % 16, lane / 16));
     for (int n = pair; n < iters; n += MN_GATED_PAIRS) {
@@ -443,14 +464,24 @@ __device__ inline void mn_gated_scale(mn_gated_smem<KP> &smem, bool reverse) {
             const int64_t t = mn_gated_token0(smem.place, reverse, n);
             mn_gated_zero_head(in, (int)(smem.place.from - t));
         }
+        const auto channels_at = [&](int step) {
+            const int k = half * steps + step;
+            return ((first + slot * (int)sizeof(in)) ^ k % 4 * 32) + k / 4 * MN_GATED_SMEM_TILE;
+        };
+        mn_gated_acc sums[2];
+#pragma unroll
+        for (int part = 0; HAS_OUT && part < 2; part++) {
+            mn_gated_decay_factors::sum(sums[part], triangle,
+                                        channels_at(0) + 2 * (int)sizeof(in.q) +
+                                            part * MN_GATED_SUB_BYTES);
+        }
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
-            const int k = half * steps + step;
-            const uint32_t q =
-                ((first + slot * (int)sizeof(in)) ^ k % 4 * 32) + k / 4 * MN_GATED_SMEM_TILE;
+            const uint32_t q = channels_at(step), keys = q + (int)sizeof(in.q);
+            const uint32_t g = keys + (int)sizeof(in.q);
+            const uint32_t next = channels_at(min(step + 1, steps - 1)) + 2 * (int)sizeof(in.q);
             float cum_decay[2][2];
-            const uint32_t keys = q + (int)sizeof(in.q), g = keys + (int)sizeof(in.q);
-            if (HAS_OUT) mn_gated_scale_channels(P, cum_decay, triangle, q, keys, g);
+            if (HAS_OUT) mn_gated_scale_channels(P, cum_decay, sums, triangle, q, keys, next);
             else mn_gated_scale_writes(cum_decay, triangle, q, keys, g, reverse);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -459,9 +490,10 @@ __device__ inline void mn_gated_scale(mn_gated_smem<KP> &smem, bool reverse) {
         }
         mn_gated_pair_sync(pair);    // both have read the decays
         if (lane / 4 < steps) {
-            float *to = in.cum_decays() + (half * steps + lane / 4) * 16 + lane % 4 * 2;
-            *(float2 *)to = make_float2(cum_decays[0][0], cum_decays[0][1]);
-            *(float2 *)(to + 8) = make_float2(cum_decays[1][0], cum_decays[1][1]);
+            float *to = in.cum_decays() +
+                        mn_gated_decay_place((half * steps + lane / 4) * 16 + lane % 4 * 2);
+            *(float4 *)to = make_float4(cum_decays[0][0], cum_decays[0][1], cum_decays[1][0],
+                                        cum_decays[1][1]);
         }
         if (HAS_OUT) mn_gated_reduce_scores<KP>(in, P, half, pair, reverse);
         mn_fence_proxy_async();
@@ -550,30 +582,25 @@ __device__ inline void mn_gated_store_rows(const mn_gated_params &job, const mn_
     }
 }
 
-/* A warp: the place of a chunk is free when the next one's results are on their way. */
+/* A warp: the place of a chunk is free as soon as its results have been read. */
 template <int KP, bool REDO>
 __device__ inline void mn_gated_tma_store(mn_gated_smem<KP> &smem, const mn_gated_params &job) {
     const mn_scan_coord &at = smem.place;
     const int iters = (int)(at.end - at.iter), lane = threadIdx.x % 32;
-    for (int n = 0; n <= iters; n++) {
-        if (n < iters) {
-            const int64_t t = mn_gated_token0(at, job.scan.reverse, n);
-            const int count = mn_gated_chunk_len(at, t);
-            const unsigned char *tile = smem.stage[n % MN_GATED_STAGES].v;
-            mn_mbarrier_wait(&smem.out_full[n % MN_GATED_STAGES], n / MN_GATED_STAGES & 1);
-            if (((job.call.cu_seqlens || REDO) && count < MN_GATED_CHUNK) ||
-                (REDO && t < at.from)) {
-                mn_gated_store_rows(job, at, tile, t, count);
-                __syncwarp();
-            } else if (lane == 0) {
-                mn_tma_store(job.out, tile, (int)at.column0, (int)at.h, (int)(at.span.t0 + t),
-                              (int)at.span.b);
-            }
+    for (int n = 0; n < iters; n++) {
+        const int64_t t = mn_gated_token0(at, job.scan.reverse, n);
+        const int count = mn_gated_chunk_len(at, t);
+        const unsigned char *tile = smem.stage[n % MN_GATED_STAGES].v;
+        mn_mbarrier_wait(&smem.out_full[n % MN_GATED_STAGES], n / MN_GATED_STAGES & 1);
+        if (((job.call.cu_seqlens || REDO) && count < MN_GATED_CHUNK) || (REDO && t < at.from)) {
+            mn_gated_store_rows(job, at, tile, t, count);
+            __syncwarp();
+        } else if (lane == 0) {
+            mn_tma_store(job.out, tile, (int)at.column0, (int)at.h, (int)(at.span.t0 + t),
+                         (int)at.span.b);
+            mn_tma_store_wait_read();
         }
-        if (lane > 0) continue;
-        if (n < iters) mn_tma_store_wait_read<1>();
-        else mn_tma_store_wait_read();
-        if (n > 0) mn_mbarrier_arrive(&smem.empty[(n - 1) % MN_GATED_STAGES]);
+        if (lane == 0) mn_mbarrier_arrive(&smem.empty[n % MN_GATED_STAGES]);
     }
 }
 
@@ -641,22 +668,24 @@ struct mn_gated_state {
         for (int k = 0; k < KP / 16; k++) mn_frag_a_of(a[k], at[2 * k], at[2 * k + 1]);
     }
 
-    /* In bf16, as matrices of 8 x 8: for each 64 channels, `apart` numbers from the next, eight
-     * such side by side for each eight rows. */
-    __device__ void keep(mn_bf16 *to, int64_t subtile_stride) const {
+    /* Left operands to memory, as matrices of 8 x 8: for each 64 channels, `subtile_stride` numbers
+     * from the next, eight such side by side for each eight rows. */
+    __device__ static void keep(mn_bf16 *to, int64_t subtile_stride,
+                                const uint32_t (&a)[KP / 16][4]) {
         uint32_t *pairs = (uint32_t *)to + threadIdx.x / 32 * 512 + threadIdx.x % 32;
 #pragma unroll
         for (int k = 0; k < KP / 4; k++) {
-            pairs[k / 16 * (subtile_stride / 2) + k % 2 * 256 + k / 2 % 8 * 32] =
-                mn_bf16x2(at[k / 2][k % 2 * 2], at[k / 2][k % 2 * 2 + 1]);
+            pairs[k / 16 * (subtile_stride / 2) + k % 2 * 256 + k / 2 % 8 * 32] = a[k / 4][k % 4];
         }
     }
 
     __device__ void lower(const float *cum_decays) {
 #pragma unroll
-        for (int k = 0; k < KP / 8; k++) {
-            const float2 f = *(const float2 *)(cum_decays + 8 * k + threadIdx.x % 4 * 2);
-            at[k][0] *= f.x, at[k][1] *= f.y, at[k][2] *= f.x, at[k][3] *= f.y;
+        for (int k = 0; k < KP / 16; k++) {
+            const float4 f = *(const float4 *)(cum_decays + 16 * k + threadIdx.x % 4 * 4);
+            float(&low)[4] = at[2 * k], (&high)[4] = at[2 * k + 1];
+            low[0] *= f.x, low[1] *= f.y, low[2] *= f.x, low[3] *= f.y;
+            high[0] *= f.z, high[1] *= f.w, high[2] *= f.z, high[3] *= f.w;
         }
     }
 };
@@ -724,14 +753,17 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
         const uint64_t write = mn_gated_smem_desc(mn_smem_addr(p.reverse ? in.q : in.k));
         uint32_t a[KP / 16][4], z[2][4];
         float O[4][4] = {};
-        if (mn_bf16 *kept = saved.next()) M.keep(kept, subtile_stride);
-        if (HAS_OUT) M.left(a);
+        mn_bf16 *kept = saved.next();
+        if (HAS_OUT || kept) M.left(a);
+        if (!HAS_OUT && kept) M.keep(kept, subtile_stride, a);
         mn_mbarrier_wait(&smem.full[slot], phase);
         mn_mbarrier_wait(&smem.scaled[slot], phase);
         mn_gated_ldmatrix<true>(z[0], mn_gated_trans_addr(v, 0));
         mn_gated_ldmatrix<true>(z[1], mn_gated_trans_addr(v, 16));
         M.lower(in.cum_decays());
-        if (!HAS_OUT && threadIdx.x < KP) cum_decay *= in.cum_decays()[threadIdx.x];
+        if (!HAS_OUT && threadIdx.x < KP) {
+            cum_decay *= in.cum_decays()[mn_gated_decay_place(threadIdx.x)];
+        }
         mn_gated_wgmma_fence();
         if (HAS_OUT) {
             const uint64_t P = mn_gated_smem_desc(mn_smem_addr(in.scores()));
@@ -750,6 +782,7 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
             mn_gated_wgmma_ab(M.at + 8 * smem_tile, z[1], rows + MN_GATED_SUB_BYTES / 16);
         }
         mn_gated_wgmma_commit();
+        if (HAS_OUT && kept) M.keep(kept, subtile_stride, a);    // while products run
         if (HAS_OUT) {
             mn_gated_wgmma_wait<1>();
             mn_gated_store_out(v, O, p.scale);
@@ -781,14 +814,15 @@ additive_gated_scan_sm90(const __grid_constant__ mn_gated_params job) {
         mn_mbarrier_init_fence();
         smem.place = mn_scan_block_coord(job.call, job.scan, MN_GATED_CHUNK);
     }
+    if (threadIdx.x / 32 == 1) mn_gated_cumsum_mma().put(smem.triangle);
     __syncthreads();
     if (REDO) mn_additive_cut(smem.place, job.scan, MN_GATED_CHUNK);
     if (smem.place.idle) return;
     if (threadIdx.x < MN_GATED_WARPGROUP) {
-        mn_setmaxnreg_inc<168>();
+        mn_setmaxnreg_inc<152>();
         mn_gated_state_scan<KP, HAS_OUT>(smem, job);
     } else if (threadIdx.x < MN_GATED_WARPGROUP + MN_GATED_SCALE_THREADS) {
-        mn_setmaxnreg_inc<152>();
+        mn_setmaxnreg_inc<160>();
         mn_gated_scale<KP, HAS_OUT, REDO>(smem, job.scan.reverse);
     } else {
         mn_setmaxnreg_dec<40>();

@@ -78,34 +78,40 @@ __device__ inline void mn_gated_grad_find(mn_gated_grad_work &w, const mn_gated_
     w.index = index, w.none = index >= count;
 }
 
-/* One thread asks TMA for what is made, and for states; then for the rest. */
+/* First threads of warps ask TMA for a tile each, as one that asked for all would be waited for:
+ * for what is made, and for states; then for the rest. */
+enum { MN_GATED_FRONT_TILES = 3, MN_GATED_STATE_TILES = 2 };
+
 template <int VP>
 __device__ inline void mn_gated_load_front(mn_gated_grad_smem<VP> &smem,
                                            const mn_gated_grad_params &p,
                                            const mn_gated_grad_work &w, int n_slices) {
+    const int i = threadIdx.x / 32;
+    if (threadIdx.x % 32 > 0 || i >= MN_GATED_FRONT_TILES + MN_GATED_STATE_TILES) return;
     const int t = (int)(w.at.span.t0 + w.at.first), b = (int)w.at.span.b, h = (int)w.h;
-    const int key = (int)mn_key_head(p.call, h);
+    if (i < MN_GATED_FRONT_TILES) {
+        const CUtensorMap &map = i == 0 ? p.g : i == 1 ? p.q : p.k;
+        unsigned char *to = i == 0 ? smem.g : i == 1 ? smem.q : smem.k;
+        const int head = i == 0 ? h : (int)mn_key_head(p.call, h);
+        mn_mbarrier_arrive_expect_tx(&smem.front, MN_GATED_GRAD_TILE);
+        mn_tma_load(to, map, &smem.front, 64 * w.slice, head, t, b);
+        return;
+    }
     const int64_t state = ((w.slot * p.call.H + h) * n_slices + w.slice) * (VP * MN_SCAN_WIDTH);
-    mn_mbarrier_arrive_expect_tx(&smem.front, 3 * MN_GATED_GRAD_TILE);
-    mn_tma_load(smem.g, p.g, &smem.front, 64 * w.slice, h, t, b);
-    mn_tma_load(smem.q, p.q, &smem.front, 64 * w.slice, key, t, b);
-    mn_tma_load(smem.k, p.k, &smem.front, 64 * w.slice, key, t, b);
-    mn_mbarrier_arrive_expect_tx(&smem.back, 2 * (VP / 64) * MN_GATED_GRAD_TILE + 2 * VP * 128);
-    mn_tma_load_1d(smem.S, p.S + state, VP * 128, &smem.back);
-    mn_tma_load_1d(smem.N, p.N + state, VP * 128, &smem.back);
+    const bool is_S = i == MN_GATED_FRONT_TILES;
+    mn_mbarrier_arrive_expect_tx(&smem.back, VP * 128);
+    mn_tma_load_1d(is_S ? smem.S : smem.N, (is_S ? p.S : p.N) + state, VP * 128, &smem.back);
 }
 
 template <int VP>
 __device__ inline void mn_gated_load_back(mn_gated_grad_smem<VP> &smem,
                                           const mn_gated_grad_params &p,
                                           const mn_gated_grad_work &w) {
-    const int t = (int)(w.at.span.t0 + w.at.first), b = (int)w.at.span.b, h = (int)w.h;
-#pragma unroll
-    for (int tile = 0; tile < VP / 64; tile++) {
-        const int at = tile * MN_GATED_GRAD_TILE;
-        mn_tma_load(smem.cot + at, p.cot, &smem.back, 64 * tile, h, t, b);
-        mn_tma_load(smem.v + at, p.v, &smem.back, 64 * tile, h, t, b);
-    }
+    const int i = threadIdx.x / 32, tile = i / 2, at = tile * MN_GATED_GRAD_TILE;
+    if (threadIdx.x % 32 > 0 || tile >= VP / 64) return;
+    mn_mbarrier_arrive_expect_tx(&smem.back, MN_GATED_GRAD_TILE);
+    mn_tma_load((i % 2 ? smem.v : smem.cot) + at, i % 2 ? p.v : p.cot, &smem.back, 64 * tile,
+                (int)w.h, (int)(w.at.span.t0 + w.at.first), (int)w.at.span.b);
 }
 
 /* Where one of several packed sequences ends, tokens of the next become zeros: `tiles` of 64 rows.
@@ -185,14 +191,15 @@ struct mn_gated_log_decays {
         return __shfl_sync(0xffffffffu, e[n][2 + j], 28 + threadIdx.x % 4);
     }
 
-    /* x <- the sums of log decays inside the part, of 16 channels from 16 k on */
+    /* x <- the sums of log decays inside the part, of 16 channels from 16 k on; DEEP: where some of
+     * the warp's channels decay too far. */
+    template <bool DEEP>
     __device__ void inside(float (&x)[2][4], int k, const unsigned char *tile) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < 8; i++) x[i / 4][i % 4] = e[2 * k + i / 4][i % 4];
-        if (!any) return;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; DEEP && i < 4; i++) {
             if (!(deep >> (4 * k + i) & 1)) continue;
             const float2 d = mn_gated_clamp_decay(tile, mn_gated_subchunk(),
                                           16 * k + i / 2 * 8 + lane % 4 * 2 + i % 2, lane / 4);
@@ -284,13 +291,12 @@ struct mn_gated_part_scores {
         for (int i = 0; i < MN_SUBCHUNKS; i++) mn_frag_a_of(of[i], P[2 * i], P[2 * i + 1]);
     }
 
-    /* Of the part's own tokens, zeros where the column is later than the row, or EARLIER. */
-    template <bool EARLIER>
-    __device__ void own(uint32_t (&a)[4]) const {
+    /* Of the part's own tokens, zeros where the column is later than the row, or `earlier`. */
+    __device__ void own(uint32_t (&a)[4], bool earlier) const {
         const int lane = threadIdx.x % 32, part = mn_gated_subchunk();
         const int row = lane / 4, column = lane % 4 * 2;
-        const bool low_seen = EARLIER ? column >= row : column <= row;
-        const bool high_seen = EARLIER ? column + 1 >= row : column + 1 <= row;
+        const bool low_seen = earlier ? column >= row : column <= row;
+        const bool high_seen = earlier ? column + 1 >= row : column + 1 <= row;
         const uint32_t seen = (low_seen ? 0xffffu : 0u) | (high_seen ? 0xffff0000u : 0u);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -299,7 +305,7 @@ struct mn_gated_part_scores {
             a[i] = part / 2 ? high : low;
         }
         a[0] &= seen, a[3] &= seen;    // on the diagonal
-        a[EARLIER ? 1 : 2] = 0;
+        a[1] = earlier ? 0 : a[1], a[2] = earlier ? a[2] : 0;
     }
 };
 
@@ -376,21 +382,32 @@ __device__ inline void mn_gated_give_wild(mn_gated_acc_tile &o, const int *wild)
 __device__ inline void mn_gated_store_subchunk(const mn_gated_acc_tile &o, const mn_out &view,
                                            const mn_tile_span &at, int64_t h, int slice,
                                            int64_t K) {
-    const int lane = threadIdx.x % 32, part = mn_gated_subchunk();
+    const int lane = threadIdx.x % 32, row = 16 * mn_gated_subchunk() + lane / 4;
     const mn_col_tile<mn_bf16> to =
         mn_col_tile_of<mn_bf16>(view, at.span, h, 64 * slice, K, MN_SCAN_WIDTH);
+    uint32_t pair[4][4];    // a lane's eight columns, of row i / 2 from 32 (i % 2) on
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int row = 16 * part + lane / 4 + 8 * half;
+    for (int i = 0; i < 16; i++) {
+        const int n = i % 8, half = i / 8;
+        pair[i / 4][i % 4] = mn_bf16x2(o[n][2 * half], o[n][2 * half + 1]);
+    }
 #pragma unroll
-        for (int n = 0; n < 8; n += 4) {
-            uint32_t pair[4];
+    for (int i = 0; i < 4; i++) mn_quad_transpose(pair[i]);
+    mn_bf16 *const first = to.at + (at.first + row) * to.step + lane % 4 * 8;
+    const int left = to.at ? (int)at.n_rows - row : 0, width = to.width - lane % 4 * 8;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                pair[i] = mn_bf16x2(o[n + i][2 * half], o[n + i][2 * half + 1]);
-            }
-            mn_store_tokens(to, pair, at.first + row, row < at.n_rows, 8 * n);
-        }
+    for (int i = 0; i < 4; i++) {
+        const bool inside = i / 2 * 8 < left && i % 2 * 32 < width;    // by eight: K is of these
+        uint4 *at_row = (uint4 *)(first + i / 2 * 8 * to.step + i % 2 * 32);
+        const uint4 pack = make_uint4(pair[i][0], pair[i][1], pair[i][2], pair[i][3]);
+        if (inside && to.packs) *at_row = pack;
+    }
+    if (__builtin_expect(to.packs || !to.at, 1)) return;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (i / 2 * 8 >= left || i % 2 * 32 >= width) continue;
+        mn_store_scalar(first + i / 2 * 8 * to.step + i % 2 * 32, pair[i][0], pair[i][1],
+                        pair[i][2], pair[i][3], 8);
     }
 }
 
@@ -456,93 +473,93 @@ __device__ inline void mn_gated_dot_states(float *sums, const unsigned char *S,
 /* o <- scale (o 2^e + inside 2^l), where l and e differ if channels decay too far; dk has -l, and
  * E - e for e. Terms are -q dq or k dk, with the rounded rows that products had, at `far` and at
  * `near`, so that what one token reads from another is the same number in both. */
-template <bool OF_KEYS>
-__device__ inline void mn_gated_grad_epilogue(mn_gated_acc_tile &o, const mn_gated_acc_tile &inside,
-                                       mn_gated_acc_tile &terms,
-                                           const mn_gated_log_decays &log_decays,
-                                       uint32_t far, uint32_t near, const unsigned char *g,
-                                       float scale) {
-    const int part = mn_gated_subchunk();
+template <bool DEEP>
+__device__ inline void
+mn_gated_grad_epilogue_of(mn_gated_acc_tile &o, const mn_gated_acc_tile &inside,
+                          mn_gated_acc_tile &terms, const mn_gated_log_decays &log_decays,
+                          uint32_t far, uint32_t near, const unsigned char *g, bool of_keys,
+                          float scale) {
+    const float sign = of_keys ? -1.0f : 1.0f, term_scale = of_keys ? scale : -scale;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         uint32_t x[4], y[4];
-        float l[2][4], end[4] = {};
+        float l[2][4], end[4], up[8], up_inside[8];
 #pragma unroll
-        for (int i = 0; OF_KEYS && i < 4; i++) end[i] = log_decays.end(2 * k + i / 2, i % 2);
-        log_decays.inside(l, k, g);
-        mn_gated_ldmatrix<false>(x, mn_gated_addr_rows(far, 16 * part) ^ k * 32);
-        mn_gated_ldmatrix<false>(y, mn_gated_addr_rows(near, 16 * part) ^ k * 32);
+        for (int i = 0; i < 4; i++) {
+            const float sum = log_decays.end(2 * k + i / 2, i % 2);
+            end[i] = of_keys ? sum : 0.0f;
+        }
+        log_decays.inside<DEEP>(l, k, g);
+        mn_gated_ldmatrix<false>(x, far ^ k * 32);
+        mn_gated_ldmatrix<false>(y, near ^ k * 32);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            up[i] = mn_exp2(fmaf(sign, log_decays.e[2 * k + i / 4][i % 4], end[i / 4 * 2 + i % 2]));
+            up_inside[i] = up[i];    // of queries the same, unless channels decay too far
+        }
+        if (DEEP || of_keys) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) up_inside[i] = mn_exp2(sign * l[i / 4][i % 4]);
+        }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const int n = 2 * k + i / 4, c = i % 4;
-            const float e = log_decays.e[n][c];
-            const float up = mn_exp2(OF_KEYS ? end[i / 4 * 2 + c % 2] - e : e);
-            float up_inside = up;    // of queries the same, unless channels decay too far
-            if (OF_KEYS) up_inside = mn_exp2(-l[i / 4][c]);
-            else if (log_decays.any) up_inside = mn_exp2(l[i / 4][c]);
             const float wide = c % 2 ? mn_bf16_hi(x[i / 2]) : mn_bf16_lo(x[i / 2]);
             const float close = c % 2 ? mn_bf16_hi(y[i / 2]) : mn_bf16_lo(y[i / 2]);
-            const float term = fmaf(o[n][c], wide, inside[n][c] * close);
-            terms[n][c] = (OF_KEYS ? scale : -scale) * term;
-            o[n][c] = scale * fmaf(inside[n][c], up_inside, o[n][c] * up);
+            terms[n][c] = term_scale * fmaf(o[n][c], wide, inside[n][c] * close);
+            o[n][c] = scale * fmaf(inside[n][c], up_inside[i], o[n][c] * up[i]);
         }
     }
 }
 
-/* dq of this warp's part, and its terms. */
-template <int VP>
-__device__ inline void mn_gated_grad_queries(mn_gated_grad_smem<VP> &smem,
-                                               mn_gated_acc_tile &terms,
-                                                   const mn_gated_log_decays &log_decays,
-                                               const mn_gated_grad_params &p,
-                                                   const mn_tile_span &at,
-                                               int64_t h, int slice, int phase) {
-    const int part = mn_gated_subchunk();
-    const uint32_t x = mn_smem_addr(smem.cot), y = mn_smem_addr(smem.v);
-    const uint32_t far = mn_smem_addr(smem.q), near = mn_smem_addr(smem.q_inside);
-    mn_gated_acc_tile o, inside = {};
-    mn_gated_part_scores P;
-    uint32_t own[4];
-    P.make<VP>(x, y);
-    mn_gated_mma_state<VP>(o, x, mn_smem_addr(smem.S));
-#pragma unroll
-    for (int from = 0; from < MN_SUBCHUNKS - 1; from++) {
-        if (from >= part) continue;
-        mn_gated_decay_subchunk(o, smem.cum_decay[phase][from]);
-        mn_gated_mma_add(o, P.of[from], mn_smem_addr(smem.k), from);
+__device__ inline void mn_gated_grad_epilogue(mn_gated_acc_tile &o, const mn_gated_acc_tile &inside,
+                                              mn_gated_acc_tile &terms,
+                                              const mn_gated_log_decays &log_decays, uint32_t far,
+                                              uint32_t near, const unsigned char *g, bool of_keys,
+                                              float scale) {
+    if (__builtin_expect(log_decays.any, 0)) {
+        mn_gated_grad_epilogue_of<true>(o, inside, terms, log_decays, far, near, g, of_keys, scale);
+    } else {
+        mn_gated_grad_epilogue_of<false>(o, inside, terms, log_decays, far, near, g, of_keys,
+                                         scale);
     }
-    P.own<false>(own);
-    mn_gated_mma_add(inside, own, mn_smem_addr(smem.k_inside), part);
-    mn_gated_grad_epilogue<false>(o, inside, terms, log_decays, far, near, smem.g, p.scale);
-    mn_gated_store_subchunk(o, p.dq, at, h, slice, p.call.K);
 }
 
-/* dk likewise. */
+/* dq of this warp's part, or dk, and its terms. Both are the same instructions, as those of a piece
+ * are more than a processor has at hand. */
 template <int VP>
-__device__ inline void mn_gated_grad_keys(mn_gated_grad_smem<VP> &smem, mn_gated_acc_tile &terms,
-                                            const mn_gated_log_decays &log_decays,
-                                            const mn_gated_grad_params &p, const mn_tile_span &at,
-                                            int64_t h, int slice, int phase) {
-    const int part = mn_gated_subchunk();
-    const uint32_t x = mn_smem_addr(smem.v), y = mn_smem_addr(smem.cot);
-    const uint32_t far = mn_smem_addr(smem.k), near = mn_smem_addr(smem.k_inside);
+__device__ inline void mn_gated_grad_rows(mn_gated_grad_smem<VP> &smem, mn_gated_acc_tile &terms,
+                                          const mn_gated_log_decays &log_decays,
+                                          const mn_gated_grad_params &p, const mn_tile_span &at,
+                                          int64_t h, int slice, int phase, bool of_keys) {
+    const int part = mn_gated_subchunk(), ahead = of_keys ? MN_SUBCHUNKS - 1 - part : part;
+    const uint32_t cot = mn_smem_addr(smem.cot), v = mn_smem_addr(smem.v);
+    const uint32_t q = mn_smem_addr(smem.q), k = mn_smem_addr(smem.k);
+    const uint32_t q_inside = mn_smem_addr(smem.q_inside), k_inside = mn_smem_addr(smem.k_inside);
+    const uint32_t x = of_keys ? v : cot, state = mn_smem_addr(of_keys ? smem.N : smem.S);
+    const uint32_t far = mn_gated_addr_rows(of_keys ? k : q, 16 * part);
+    const uint32_t near = mn_gated_addr_rows(of_keys ? k_inside : q_inside, 16 * part);
     mn_gated_acc_tile o, inside = {};
     mn_gated_part_scores P;
     uint32_t own[4];
-    P.make<VP>(x, y);
-    mn_gated_mma_state<VP>(o, x, mn_smem_addr(smem.N));
-    mn_gated_sum_state_terms(smem.read, o, far);
+    P.make<VP>(x, of_keys ? cot : v);
+    mn_gated_mma_state<VP>(o, x, state);
+    if (of_keys) mn_gated_sum_state_terms(smem.read, o, k);
 #pragma unroll
-    for (int from = MN_SUBCHUNKS - 1; from > 0; from--) {
-        if (from <= part) continue;
+    for (int i = 0; i < MN_SUBCHUNKS - 1; i++) {    // parts in front, or behind from the last on
+        const int from = of_keys ? MN_SUBCHUNKS - 1 - i : i;
+        uint32_t a[4];
+        if (i >= ahead) continue;
+#pragma unroll
+        for (int n = 0; n < 4; n++) a[n] = of_keys ? P.of[MN_SUBCHUNKS - 1 - i][n] : P.of[i][n];
         mn_gated_decay_subchunk(o, smem.cum_decay[phase][from]);
-        mn_gated_mma_add(o, P.of[from], mn_smem_addr(smem.q), from);
+        mn_gated_mma_add(o, a, of_keys ? q : k, from);
     }
-    P.own<true>(own);
-    mn_gated_mma_add(inside, own, mn_smem_addr(smem.q_inside), part);
-    mn_gated_grad_epilogue<true>(o, inside, terms, log_decays, far, near, smem.g, p.scale);
-    if (p.contain && smem.has_wild) mn_gated_give_wild(o, smem.wild);
-    mn_gated_store_subchunk(o, p.dk, at, h, slice, p.call.K);
+    P.own(own, of_keys);
+    mn_gated_mma_add(inside, own, of_keys ? q_inside : k_inside, part);
+    mn_gated_grad_epilogue(o, inside, terms, log_decays, far, near, smem.g, of_keys, p.scale);
+    if (of_keys && p.contain && smem.has_wild) mn_gated_give_wild(o, smem.wild);
+    mn_gated_store_subchunk(o, of_keys ? p.dk : p.dq, at, h, slice, p.call.K);
 }
 
 /* dg: sums of terms over tokens; a warp has eight. All threads of the block call. `next`: what the
@@ -559,7 +576,7 @@ __device__ inline void mn_gated_grad_decays(mn_gated_grad_smem<VP> &smem,
     float *rows = smem.terms(of_keys) + mn_gated_subchunk() * MN_SUBCHUNK * MN_GATED_TERMS_LD;
     mn_fence_proxy_async();
     __syncthreads();
-    if (threadIdx.x == 0 && !next.none) mn_gated_load_front<VP>(smem, p, next, n_slices);
+    if (!next.none) mn_gated_load_front<VP>(smem, p, next, n_slices);
 #pragma unroll
     for (int i = 0; i < 16; i++) {
         const int row = lane / 4 + i % 2 * 8, n = i / 2;
@@ -579,7 +596,7 @@ __device__ inline void mn_gated_grad_decays(mn_gated_grad_smem<VP> &smem,
     *(float2 *)&smem.sums[warp][j] = sum;
     mn_fence_proxy_async();
     __syncthreads();
-    if (threadIdx.x == 0 && !next.none) mn_gated_load_back<VP>(smem, p, next);
+    if (!next.none) mn_gated_load_back<VP>(smem, p, next);
     const float2 met = *(const float2 *)&smem.met[j];
     float2 read = {}, behind = {}, cum_decay = { 1.0f, 1.0f };
 #pragma unroll
@@ -619,7 +636,7 @@ __device__ inline void mn_gated_scale_near(uint32_t (&y)[4], const uint32_t (&x)
                                            const mn_gated_log_decays &log_decays, int k,
                                            const unsigned char *g) {
     float l[2][4];
-    if (FAR) log_decays.inside(l, k, g);
+    if (FAR) log_decays.inside<true>(l, k, g);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const float e = log_decays.e[2 * k + i / 4][i % 4];
@@ -630,36 +647,47 @@ __device__ inline void mn_gated_scale_near(uint32_t (&y)[4], const uint32_t (&x)
 }
 
 /* This warp's part of queries or of keys, made, as two tiles: `far` in their place. */
-__device__ inline void mn_gated_scale_subchunk(unsigned char *far, unsigned char *near,
-                                           const mn_gated_log_decays &log_decays,
-                                               const unsigned char *g,
-                                           bool of_keys) {
-    const uint32_t at = mn_gated_addr_rows(mn_smem_addr(far), 16 * mn_gated_subchunk());
-    const uint32_t near_addr = mn_gated_addr_rows(mn_smem_addr(near), 16 * mn_gated_subchunk());
+template <bool DEEP>
+__device__ inline void mn_gated_scale_subchunk_of(uint32_t far, uint32_t near,
+                                                  const mn_gated_log_decays &log_decays,
+                                                  const unsigned char *g, bool of_keys) {
+    const float sign = of_keys ? -1.0f : 1.0f;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        uint32_t x[4], y[4];
-        float log_decay[2][4], end[4];
-        mn_gated_ldmatrix<false>(x, at ^ k * 32);
+        uint32_t x[4], y[4], z[4];
+        float to_far[2][4], to_near[2][4], end[4];
+        mn_gated_ldmatrix<false>(x, far ^ k * 32);
 #pragma unroll
-        for (int i = 0; i < 4; i++) end[i] = log_decays.end(2 * k + i / 2, i % 2);
+        for (int i = 0; i < 4; i++) {
+            const float sum = log_decays.end(2 * k + i / 2, i % 2);
+            end[i] = of_keys ? sum : 0.0f;
+        }
+        log_decays.inside<DEEP>(to_near, k, g);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const float e = log_decays.e[2 * k + i / 4][i % 4];
-            log_decay[i / 4][i % 4] = of_keys ? end[i / 4 * 2 + i % 2] - e : e;
+            to_far[i / 4][i % 4] = fmaf(sign, e, end[i / 4 * 2 + i % 2]);
+            to_near[i / 4][i % 4] *= sign;
         }
-        mn_gated_mul_exp2(y, x, log_decay);
-        mn_gated_stmatrix(at ^ k * 32, y);
-        if (of_keys || log_decays.any) {    // otherwise they are the same
-            log_decays.inside(log_decay, k, g);
+        mn_gated_mul_exp2(y, x, to_far);
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                log_decay[i / 4][i % 4] = of_keys ? -log_decay[i / 4][i % 4]
-                    : log_decay[i / 4][i % 4];
-            }
-            mn_gated_mul_exp2(y, x, log_decay);
-        }
-        mn_gated_stmatrix(near_addr ^ k * 32, y);
+        for (int i = 0; i < 4; i++) z[i] = y[i];    // of queries the same
+        if (DEEP || of_keys) mn_gated_mul_exp2(z, x, to_near);
+        mn_gated_stmatrix(far ^ k * 32, y);
+        mn_gated_stmatrix(near ^ k * 32, z);
+    }
+}
+
+__device__ inline void mn_gated_scale_subchunk(unsigned char *far, unsigned char *near,
+                                               const mn_gated_log_decays &log_decays,
+                                               const unsigned char *g, bool of_keys) {
+    const int row = 16 * mn_gated_subchunk();
+    const uint32_t at = mn_gated_addr_rows(mn_smem_addr(far), row);
+    const uint32_t near_at = mn_gated_addr_rows(mn_smem_addr(near), row);
+    if (__builtin_expect(log_decays.any, 0)) {
+        mn_gated_scale_subchunk_of<true>(at, near_at, log_decays, g, of_keys);
+    } else {
+        mn_gated_scale_subchunk_of<false>(at, near_at, log_decays, g, of_keys);
     }
 }
 
@@ -697,8 +725,7 @@ __device__ inline void mn_gated_grad_piece(mn_gated_grad_smem<VP> &smem,
     if (threadIdx.x == 0) {
         mn_gated_grad_find(smem.work[phase ^ 1], p, n_slices, w.index + gridDim.x, count);
     }
-    if (of_keys) mn_gated_grad_keys<VP>(smem, terms, log_decays, p, at, w.h, w.slice, phase);
-    else mn_gated_grad_queries<VP>(smem, terms, log_decays, p, at, w.h, w.slice, phase);
+    mn_gated_grad_rows<VP>(smem, terms, log_decays, p, at, w.h, w.slice, phase, of_keys);
     if ((part >= MN_SUBCHUNKS / 2) == of_keys) {    // warps that see few other parts
 #pragma unroll 1
         for (int channels = part; channels < 8; channels += MN_SUBCHUNKS) {
@@ -721,16 +748,16 @@ additive_gated_grad_sm90(const __grid_constant__ mn_gated_grad_params p, unsigne
     extern __shared__ __align__(1024) unsigned char grad_smem_bytes[];
     mn_gated_grad_smem<VP> &smem = *(mn_gated_grad_smem<VP> *)grad_smem_bytes;
     if (threadIdx.x == 0) {
-        mn_mbarrier_init(&smem.front, 1);
-        mn_mbarrier_init(&smem.back, 1);
+        mn_mbarrier_init(&smem.front, MN_GATED_FRONT_TILES);
+        mn_mbarrier_init(&smem.back, MN_GATED_STATE_TILES + 2 * (VP / 64));
         mn_mbarrier_init_fence();
         mn_gated_grad_find(smem.work[0], p, n_slices, blockIdx.x, count);
-        if (!smem.work[0].none) {
-            mn_gated_load_front<VP>(smem, p, smem.work[0], (int)n_slices);
-            mn_gated_load_back<VP>(smem, p, smem.work[0]);
-        }
     }
     __syncthreads();
+    if (!smem.work[0].none) {
+        mn_gated_load_front<VP>(smem, p, smem.work[0], (int)n_slices);
+        mn_gated_load_back<VP>(smem, p, smem.work[0]);
+    }
 #pragma unroll 1
     for (int phase = 0; !smem.work[phase].none; phase ^= 1) {
         mn_gated_grad_piece<VP>(smem, p, phase, n_slices, count);
@@ -825,7 +852,7 @@ __device__ inline void mn_gated_query_far(mn_gated_acc_tile &o, mn_gated_query_s
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         float l[2][4];
-        log_decays.inside(l, k, smem.g);
+        log_decays.inside<true>(l, k, smem.g);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             o[2 * k + i / 4][i % 4] += sums[2 * k + i / 4][i % 4] * mn_exp2(l[i / 4][i % 4]);
@@ -853,7 +880,7 @@ __device__ inline void mn_gated_query_part(mn_gated_query_smem<VP> &smem,
         mn_gated_decay_subchunk(o, smem.cum_decay[from]);
         mn_gated_mma_add(o, P.of[from], mn_smem_addr(smem.k), from);
     }
-    P.own<false>(own);
+    P.own(own, false);
     mn_gated_mma_add_causal(inside, own, mn_smem_addr(smem.k_inside), part);
 #pragma unroll
     for (int i = 0; i < 32; i++) {

@@ -63,20 +63,26 @@ __device__ inline uint32_t mn_gated_pin_reg(uint32_t x) {
     return __shfl_sync(0xffffffffu, x, threadIdx.x % 32);
 }
 
-/* The triangle of ones times log2 e as a left operand: its upper right quarter is zero. */
+/* The triangle of ones as a left operand: its upper right quarter is zero. */
 struct mn_gated_cumsum_mma {
-    uint32_t low[4], high[4];    // log2 e = high + low
+    uint32_t ones[4];
 
     __device__ mn_gated_cumsum_mma() {
-        const uint32_t rest = 0xbb2c, most = 0x3fb9;    // -0.0026245, 1.4453125
         const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
         const uint32_t mask = (column <= row ? 0xffffu : 0) | (column < row ? 0xffff0000u : 0);
-        low[1] = rest << 16 | rest, high[1] = most << 16 | most, low[2] = high[2] = 0;
-        low[0] = low[3] = low[1] & mask, high[0] = high[3] = high[1] & mask;
+        ones[1] = 0x3f803f80, ones[2] = 0, ones[0] = ones[3] = ones[1] & mask;
+    }
+
+    /* To shared memory, by a warp, and from there: numbers that the compiler cannot know stay in
+     * their registers, where constants are moved to them for each product. */
+    __device__ void put(uint32_t *to) const {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (i != 2) low[i] = mn_gated_pin_reg(low[i]), high[i] = mn_gated_pin_reg(high[i]);
-        }
+        for (int i = 0; i < 4; i++) to[32 * i + threadIdx.x % 32] = ones[i];
+    }
+
+    __device__ void get(const volatile uint32_t *from) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) ones[i] = from[32 * i + threadIdx.x % 32];
     }
 
     __device__ static void multiply(float (&e)[4], const uint32_t (&a)[4], uint32_t b0,
@@ -88,14 +94,18 @@ struct mn_gated_cumsum_mma {
                        "f"(c[1]), "f"(c[2]), "f"(c[3]));
     }
 
-    /* Sums over tokens of eight channels; a decay below exp(-208) leaves nothing of a float. */
+    /* Sums of log2 decays over tokens of eight channels; a decay below exp(-208) leaves nothing of
+     * a float. */
     __device__ void sum(float (&e)[4], uint32_t g0, uint32_t g1) const {
         const float zero[4] = {};
-        float rest[4];
         asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(g0) : "r"(0xc350c350));
         asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(g1) : "r"(0xc350c350));
-        multiply(rest, low, g0, g1, zero);
-        multiply(e, high, g0, g1, rest);
+        multiply(e, ones, g0, g1, zero);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            e[i] *= 1.44269504f;
+            asm("" : "+f"(e[i]));    // -e is no other product
+        }
     }
 };
 

@@ -106,40 +106,55 @@ __device__ inline void mn_curve_dq_request(mn_curve_dq_smem<KP> &smem,
     }
 }
 
+/* The means of q, beside those of d, to memory at `to`: of a thread's first row, and of the second
+ * if there are more than eight left. Each slice has its share of the chunks. */
+template <int KP>
+__device__ inline void mn_curve_dq_keep_means(mn_curve_dq_stage<KP> &in, float *to, int left,
+                                              const float (&mean)[2], const float (&each)[2],
+                                              const mn_curve_seen &seen) {
+    float of_q[36], mean_q[2];
+    mn_wgmma_fence();
+    mn_curve_scores_start<KP>(of_q, mn_smem_addr(in.q), mn_smem_addr(in.k));
+    mn_wgmma_commit();
+    mn_wgmma_wait<0>();
+    mn_curve_means(mean_q, of_q, each, seen);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if (threadIdx.x % 4 || left <= 8 * r) continue;
+        *(float2 *)(to + 16 * r) = make_float2(mean_q[r], mean[r]);
+    }
+}
+
 template <int KP>
 __device__ inline void mn_curve_dq_scores(mn_curve_dq_smem<KP> &smem, const mn_curvature_args &p,
                                           const mn_curve_work &w, const mn_curve_place &at) {
     const int thread = threadIdx.x % MN_WARPGROUP, row = thread / 32 * 16 + thread % 32 / 4;
     const int n_chunks = (at.s.rows + 63) / 64;
+    const mn_curve_seen seen;
     for (int c = 0; c < n_chunks; c++) {
         const int slot = c % MN_CURVE_BACK_STAGES, phase = c / MN_CURVE_BACK_STAGES & 1;
         mn_curve_dq_stage<KP> &in = smem.stage[slot];
-        float of_d[36], of_q[36], mean[2], mean_q[2];
+        float of_d[36], mean[2];
         mn_mbarrier_wait(&smem.there[slot], phase);
         mn_mbarrier_wait(&smem.ready[slot], phase);
         mn_fence_proxy_async();
         mn_wgmma_fence();
         mn_curve_scores_start<KP>(of_d, mn_smem_addr(in.d), mn_smem_addr(in.k));
         mn_wgmma_commit();
-        mn_curve_scores_start<KP>(of_q, mn_smem_addr(in.q), mn_smem_addr(in.k));
-        mn_wgmma_commit();
-        mn_wgmma_wait<1>();
+        mn_wgmma_wait<0>();
         const float each[2] = { in.each[row], in.each[row + 8] };
-        mn_curve_means(mean, of_d, each);
+        mn_curve_means(mean, of_d, each, seen);
         mn_mbarrier_wait(&smem.used[c % 2], (c / 2 & 1) ^ 1);
-        mn_curve_put_square(smem.P[c % 2], smem.P_low[c % 2], of_d, mean);
+        mn_curve_put_square(smem.P[c % 2], smem.P_low[c % 2], of_d, mean, seen);
         if (thread % 4 == 0) {
             in.mean[row] = mean[0];
             in.mean[row + 8] = mean[1];
         }
         mn_mbarrier_arrive(&smem.scored[c % 2]);
-        mn_wgmma_wait<0>();
-        mn_curve_means(mean_q, of_q, each);
-        const int64_t first = mn_curve_row_of(p.call, at, at.s.first + c * 64 + row);
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            if (thread % 4 || at.slice || c * 64 + row + 8 * r >= at.s.rows) continue;
-            *(float2 *)(w.means + 2 * (first + 8 * r)) = make_float2(mean_q[r], mean[r]);
+        if (c % (KP / 64) == at.slice) {
+            const int t = c * 64 + row;
+            float *means = w.means + 2 * mn_curve_row_of(p.call, at, at.s.first + t);
+            mn_curve_dq_keep_means<KP>(in, means, at.s.rows - t, mean, each, seen);
         }
         mn_mbarrier_arrive_warp(&smem.gone[slot]);
     }
@@ -185,56 +200,69 @@ __device__ inline void mn_curve_dq_read(mn_curve_dq_smem<KP> &smem, const mn_cur
 
 /* Eight columns of a token: out = d + factor (y - m s), and the slice's part of y.q. */
 template <int KP>
-__device__ inline void mn_curve_dq_result(const float (&y)[8], const float (&s)[8],
-                                          const mn_curve_dq_stage<KP> &in, mn_bf16 *to,
-                                          float *part, int column, int token) {
+__device__ inline uint4 mn_curve_dq_result(float &product, const float (&y)[8], const float (&s)[8],
+                                           const mn_curve_dq_stage<KP> &in, int column, int token) {
     const float m = in.mean[token], f = in.factor[token];
     const uint32_t byte = mn_swizzle_byte(64, token, column);
-    float x[8], q[8], product = 0.0f;
+    float x[8], q[8];
     mn_curve_unpack(x, *(const uint4 *)(in.d + byte));
     mn_curve_unpack(q, *(const uint4 *)(in.q + byte));
+    product = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const float centred = fmaf(-m, s[i], y[i]);
         x[i] = fmaf(f, centred, x[i]);
         product = fmaf(q[i], centred, product);
     }
-    if (to) *(uint4 *)to = mn_curve_pack_vec16(x);
+    return mn_curve_pack_vec16(x);
+}
+
+/* Sums of four numbers over eight lanes: lane l has that of number 2 (l % 2) + l / 2 % 2. */
+__device__ inline float mn_curve_dq_sum(const float (&x)[4]) {
+    const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+    float two[2];
 #pragma unroll
-    for (int by = 1; by < 8; by *= 2) product += __shfl_xor_sync(0xffffffffu, product, by);
-    if (part && threadIdx.x % 8 == 0) *part = product;
+    for (int i = 0; i < 2; i++) {
+        const float give = odd ? x[i] : x[2 + i], keep = odd ? x[2 + i] : x[i];
+        two[i] = keep + __shfl_xor_sync(0xffffffffu, give, 1);
+    }
+    const float give = upper ? two[0] : two[1], keep = upper ? two[1] : two[0];
+    const float sum = keep + __shfl_xor_sync(0xffffffffu, give, 2);
+    return sum + __shfl_xor_sync(0xffffffffu, sum, 4);
 }
 
 template <int KP>
 __device__ inline void mn_curve_dq_store(mn_curve_dq_smem<KP> &smem, const mn_curvature_args &p,
                                          const mn_curve_work &w, const mn_curve_place &at) {
     const int i = threadIdx.x % MN_WARPGROUP, n_chunks = (at.s.rows + 63) / 64;
-    const int vec16 = i % 8, column = at.column0 + 8 * vec16;
-    const mn_out &out = p.grad.q;
-    const int64_t rows = p.call.B * p.call.T * p.call.H;
+    const int vec16 = i % 8, column = at.column0 + 8 * vec16, first = i / 8;
+    const int summed = first + 16 * (i % 2 * 2 + i / 2 % 2);    // the token whose sum a lane has
+    const int64_t step = p.grad.q.stride[1], rows = p.call.B * p.call.T * p.call.H;
+    mn_bf16 *to = mn_row<mn_bf16>(p.grad.q, at.s.span.b, at.s.span.t0 + at.s.first + first, at.h);
+    float *part = w.parts + at.slice * rows + mn_curve_row_of(p.call, at, at.s.first + summed);
+    const bool wanted = to && column < p.call.K;
+    to += column;
     for (int c = 0; c < n_chunks; c++) {
-        const int slot = c % MN_CURVE_BACK_STAGES;
+        const int slot = c % MN_CURVE_BACK_STAGES, left = at.s.rows - 64 * c;
         const mn_curve_dq_stage<KP> &in = smem.stage[slot];
-        const int64_t t = at.s.first + c * 64;
-        mn_bf16 *to = mn_row<mn_bf16>(out, at.s.span.b, at.s.span.t0 + t, at.h);
-        float *parts = w.parts + at.slice * rows + mn_curve_row_of(p.call, at, t);
-        float s[8];
+        float s[8], product[4];
         mn_mbarrier_wait(&smem.there[slot], c / MN_CURVE_BACK_STAGES & 1);
         mn_mbarrier_wait(&smem.read[c % 2], c / 2 & 1);
 #pragma unroll
         for (int j = 0; j < 8; j++) s[j] = in.s[column + j];
 #pragma unroll
-        for (int token = i / 8; token < MN_CURVE_CHUNK; token += MN_WARPGROUP / 8) {
-            const bool inside = c * 64 + token < at.s.rows;
+        for (int n = 0; n < 4; n++) {
+            const int token = first + 16 * n;
             float y[8];
             smem.Y[c % 2].get(y, vec16, token);
-            mn_curve_dq_result<KP>(
-                y, s, in,
-                to && inside && column < p.call.K ? to + token * out.stride[1] + column : NULL,
-                inside ? parts + token : NULL, column, token);
+            const uint4 pack = mn_curve_dq_result<KP>(product[n], y, s, in, column, token);
+            if (wanted && token < left) *(uint4 *)(to + 16 * n * step) = pack;
         }
         mn_mbarrier_arrive(&smem.gone[slot]);
         mn_mbarrier_arrive(&smem.left[c % 2]);
+        const float sum = mn_curve_dq_sum(product);
+        if (vec16 < 4 && summed < left) *part = sum;
+        to += 64 * step, part += 64;
     }
 }
 
@@ -419,6 +447,7 @@ __device__ inline void mn_curve_dk_weigh(mn_curve_dk_smem<KP> &smem, const mn_cu
 template <int KP>
 __device__ inline void mn_curve_dk_scores(mn_curve_dk_smem<KP> &smem, int n_chunks) {
     const int thread = threadIdx.x % MN_WARPGROUP, row = thread / 32 * 16 + thread % 32 / 4;
+    const mn_curve_seen seen;
     for (int c = 0; c < n_chunks; c++) {
         const int slot = c % MN_CURVE_BACK_STAGES, phase = c / MN_CURVE_BACK_STAGES & 1;
         mn_curve_dk_stage<KP> &in = smem.stage[slot];
@@ -432,10 +461,10 @@ __device__ inline void mn_curve_dk_scores(mn_curve_dk_smem<KP> &smem, int n_chun
         mn_mbarrier_wait(&smem.used[c % 2], (c / 2 & 1) ^ 1);
         mn_wgmma_wait<1>();
         const float mean[2] = { in.mean[0][row], in.mean[0][row + 8] };
-        mn_curve_put_square(smem.P[c % 2][0], NULL, of_q, mean);
+        mn_curve_put_square(smem.P[c % 2][0], NULL, of_q, mean, seen);
         mn_wgmma_wait<0>();
         const float mean_d[2] = { in.mean[1][row], in.mean[1][row + 8] };
-        mn_curve_put_square(smem.P[c % 2][1], NULL, of_d, mean_d);
+        mn_curve_put_square(smem.P[c % 2][1], NULL, of_d, mean_d, seen);
         mn_mbarrier_arrive(&smem.scored[c % 2]);
     }
 }
@@ -501,23 +530,24 @@ __device__ inline void mn_curve_dk_read(mn_curve_dk_smem<KP> &smem, const mn_cur
         mn_curve_dk_stage<KP> &in = smem.stage[slot];
         uint32_t a[KP / 4], d[16], q[16];
         float behind[2];
+        mn_mbarrier_wait(&smem.there[slot], phase);
+        mn_mbarrier_wait(&smem.ready[slot], phase);
+        mn_curve_left<64>(d, in.d, own);
+        mn_curve_left<64>(q, in.q, own);
         mn_curve_pack(a, G);
         e.read(behind);
 #pragma unroll
         for (int i = 0; i < 32; i++) Y[i] = behind[i % 4 / 2];
-        mn_mbarrier_wait(&smem.there[slot], phase);
-        mn_mbarrier_wait(&smem.ready[slot], phase);
         mn_fence_proxy_async();
         mn_wgmma_fence();
         mn_curve_rows<KP, 64>(Y, a, mn_smem_addr(in.k));
         mn_wgmma_commit();
-        mn_curve_left<64>(d, in.d, own);
-        mn_curve_left<64>(q, in.q, own);
+        mn_mbarrier_wait(&smem.there[slot], phase);    // over: what follows stays behind products
+        mn_fence_operand(d);
+        mn_fence_operand(q);
         mn_curve_weigh_tokens(d, in.factor);
         mn_curve_weigh_tokens(q, in.factor);
         const bool wild = mn_curve_tame(d);
-        e.add(d, in.less[0]);
-        e.add(q, in.less[1]);
         mn_mbarrier_wait(&smem.scored[c % 2], c / 2 & 1);
         mn_fence_proxy_async();
         mn_wgmma_fence();
@@ -529,7 +559,7 @@ __device__ inline void mn_curve_dk_read(mn_curve_dk_smem<KP> &smem, const mn_cur
         mn_wgmma_commit();
         mn_mbarrier_wait(&smem.left[c % 2], (c / 2 & 1) ^ 1);
         mn_wgmma_wait<1>();
-        if (wild) {
+        if (__builtin_expect(wild, 0)) {
             uint32_t all[16];
             mn_curve_left<64>(all, in.d, own);
             mn_curve_weigh_tokens(all, in.factor);
@@ -538,8 +568,10 @@ __device__ inline void mn_curve_dk_read(mn_curve_dk_smem<KP> &smem, const mn_cur
         smem.Y[c % 2].put(Y);
         mn_mbarrier_arrive(&smem.read[c % 2]);
         mn_mbarrier_arrive_warp(&smem.used[c % 2]);
+        e.add(d, in.less[0]);
+        e.add(q, in.less[1]);
         mn_wgmma_wait<0>();
-        if (wild) {
+        if (__builtin_expect(wild, 0)) {
             uint32_t all[16];
             mn_curve_left<64>(all, in.d, own);
             mn_curve_weigh_tokens(all, in.factor);

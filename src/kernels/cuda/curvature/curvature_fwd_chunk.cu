@@ -73,6 +73,7 @@ __device__ inline void mn_curve_forward_scores(mn_curve_forward_smem<KP> &smem,
                                                const mn_curve_place &at) {
     const int i = threadIdx.x % MN_WARPGROUP, row = i / 32 * 16 + i % 32 / 4;
     const int n_chunks = (at.s.rows + 63) / 64;
+    const mn_curve_seen seen;
     for (int c = 0; c < n_chunks; c++) {
         mn_curve_forward_stage<KP> &in = smem.stage[c % MN_CURVE_AHEAD];
         float d[36], mean[2];
@@ -83,9 +84,9 @@ __device__ inline void mn_curve_forward_scores(mn_curve_forward_smem<KP> &smem,
         mn_wgmma_commit();
         mn_wgmma_wait<0>();
         const float each[2] = { in.each[row], in.each[row + 8] };
-        mn_curve_means(mean, d, each);
+        mn_curve_means(mean, d, each, seen);
         mn_mbarrier_wait(&smem.used[c % 2], (c / 2 & 1) ^ 1);
-        mn_curve_put_square(smem.P[c % 2], NULL, d, mean);
+        mn_curve_put_square(smem.P[c % 2], NULL, d, mean, seen);
         if (i % 4 == 0) {
             in.weight[row].y = mean[0];
             in.weight[row + 8].y = mean[1];
@@ -97,25 +98,37 @@ __device__ inline void mn_curve_forward_scores(mn_curve_forward_smem<KP> &smem,
 
 /* ---- the group that has R -------------------------------------------------------------------- */
 
-/* Turned pairs of tokens of q, `x`, become results, and those a tile of rows. */
+/* What a thread's 16 tokens need for their results, four of eight of them. */
 template <int KP>
-__device__ inline void mn_curve_forward_result(unsigned char *to, uint32_t (&x)[16],
-                                               const float (&Y)[32],
-                                               const mn_curve_forward_stage<KP> &in, int column0) {
-    const int lane = threadIdx.x % 32, own = threadIdx.x % MN_WARPGROUP / 32 * 16;
-    const float s[2] = { in.s[column0 + own + lane / 4], in.s[column0 + own + lane / 4 + 8] };
+__device__ inline void mn_curve_forward_weights(float4 (&w)[4],
+                                                const mn_curve_forward_stage<KP> &in, int first) {
 #pragma unroll
-    for (int vec16 = 0; vec16 < 8; vec16++) {
-        const float4 w = *(const float4 *)(in.weight + 8 * vec16 + lane % 4 * 2);
+    for (int i = 0; i < 4; i++) {
+        w[i] = *(const float4 *)(in.weight + 8 * (first + i) + threadIdx.x % 4 * 2);
+    }
+}
+
+/* Turned pairs of tokens of q, `x`, become results: those of 32 tokens from 8 `first` on. */
+__device__ inline void mn_curve_forward_result(uint32_t (&x)[16], const float (&Y)[32],
+                                               const float4 (&w)[4], const float (&s)[2],
+                                               int first) {
+#pragma unroll
+    for (int vec16 = first; vec16 < first + 4; vec16++) {
+        const float4 by = w[vec16 - first];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const float left = fmaf(-w.y, s[r], Y[4 * vec16 + 2 * r]);
-            const float right = fmaf(-w.w, s[r], Y[4 * vec16 + 2 * r + 1]);
+            const float left = fmaf(-by.y, s[r], Y[4 * vec16 + 2 * r]);
+            const float right = fmaf(-by.w, s[r], Y[4 * vec16 + 2 * r + 1]);
             uint32_t &pair = x[2 * vec16 + r];
-            pair = mn_bf16x2(fmaf(w.x, left, mn_curve_low(pair)),
-                           fmaf(w.z, right, mn_curve_high(pair)));
+            pair = mn_bf16x2(fmaf(by.x, left, mn_curve_low(pair)),
+                             fmaf(by.z, right, mn_curve_high(pair)));
         }
     }
+}
+
+/* Turned results as rows of a tile. */
+__device__ inline void mn_curve_forward_turn(unsigned char *to, const uint32_t (&x)[16]) {
+    const int lane = threadIdx.x % 32, own = threadIdx.x % MN_WARPGROUP / 32 * 16;
     const int row = lane % 8 + lane / 16 * 8, column = own + lane / 8 % 2 * 8;
 #pragma unroll
     for (int step = 0; step < 4; step++) {
@@ -126,32 +139,43 @@ __device__ inline void mn_curve_forward_result(unsigned char *to, uint32_t (&x)[
     }
 }
 
+/* Rows of a tile of results behind which another sequence follows. The group calls. */
+__device__ inline void mn_curve_forward_put_rows(const mn_curvature_args &p,
+                                                 const mn_curve_place &at,
+                                                 const unsigned char *tile, int c) {
+    const int i = threadIdx.x % MN_WARPGROUP, vec16 = i % 8, column = at.column0 + 8 * vec16;
+    const int count = column < p.call.K ? at.s.rows - c * 64 : 0;
+    const int64_t t = at.s.span.t0 + at.s.first + c * 64;
+    mn_bf16 *to = mn_row<mn_bf16>(p.qt, at.s.span.b, t, at.h) + column;
+#pragma unroll 1
+    for (int token = i / 8; token < count; token += MN_WARPGROUP / 8) {
+        const uint4 pack = *(const uint4 *)(tile + mn_swizzle_byte(64, token, 8 * vec16));
+        *(uint4 *)(to + token * p.qt.stride[1]) = pack;
+    }
+}
+
 /* A tile of results to memory; where another sequence follows in it, row by row. The group calls
  * together. Its first thread waits until older tiles were read, or, where `counter` counts them,
  * until they are in memory. */
 __device__ inline void mn_curve_forward_put(const mn_curvature_args &p, const mn_curve_maps &maps,
                                             const mn_curve_place &at, const unsigned char *tile,
                                             int c, int *counter) {
-    const int i = threadIdx.x % MN_WARPGROUP, vec16 = i % 8, column = at.column0 + 8 * vec16;
-    const int count = column < p.call.K ? at.s.rows - c * 64 : 0;
-    const int64_t t = at.s.span.t0 + at.s.first + c * 64;
-    mn_bf16 *to = mn_row<mn_bf16>(p.qt, at.s.span.b, t, at.h);
+    const bool first = threadIdx.x % MN_WARPGROUP == 0;
     mn_fence_proxy_async();
-    if (i == 0 && !counter) mn_tma_store_wait_read();
-    if (i == 0 && counter) mn_tma_store_wait();
+    if (first) {
+        if (counter) mn_tma_store_wait();
+        else mn_tma_store_wait_read();
+    }
     mn_curve_group_sync(2);
-    if (i == 0 && counter && c > 0) mn_curve_arrive(counter, c);
-    if (!to) return;
-    if (!p.call.cu_seqlens || at.s.rows >= c * 64 + 64) {
-        if (i > 0) return;
-        mn_tma_store(maps.qt, tile, at.column0, (int)at.h, (int)t, (int)at.s.span.b);
-        return;
+    const bool alone = p.call.cu_seqlens && at.s.rows < c * 64 + 64;
+    if (__builtin_expect(alone, 0) && p.qt.data) {
+        mn_curve_forward_put_rows(p, at, tile, c);
     }
-#pragma unroll
-    for (int token = i / 8; token < MN_CURVE_CHUNK; token += MN_WARPGROUP / 8) {
-        const uint4 pack = *(const uint4 *)(tile + mn_swizzle_byte(64, token, 8 * vec16));
-        if (token < count) *(uint4 *)(to + token * p.qt.stride[1] + column) = pack;
-    }
+    if (!first) return;
+    if (counter && c > 0) mn_curve_arrive(counter, c);
+    if (alone || !p.qt.data) return;
+    mn_tma_store(maps.qt, tile, at.column0, (int)at.h, (int)(at.s.span.t0 + at.s.first) + c * 64,
+                 (int)at.s.span.b);
 }
 
 /* Behind the last tile. */
@@ -171,40 +195,48 @@ __device__ inline void mn_curve_forward_read(mn_curve_forward_smem<KP> &smem,
                                              const mn_curvature_args &p, const mn_curve_maps &maps,
                                              const mn_curve_place &at, const float *sums,
                                              int *counter) {
-    const int n_chunks = (at.s.rows + 63) / 64, warp = threadIdx.x / 32 % 4;
+    const int n_chunks = (at.s.rows + 63) / 64, lane = threadIdx.x % 32;
+    const int own = at.column0 + threadIdx.x / 32 % 4 * 16;
     float R[KP / 2];
     mn_curve_load(R, mn_row<float>(p.kk0, at.s.n, 0, at.h), sums, 0.5f, p.call.K, at.column0);
     for (int c = 0; c < n_chunks; c++) {
         mn_curve_forward_stage<KP> &in = smem.stage[c % MN_CURVE_AHEAD];
         uint32_t a[KP / 4], k[16], x[16];
         float Y[32];
-        mn_curve_pack(a, R);
         mn_mbarrier_wait(&smem.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
+        mn_curve_left<MN_CURVE_ROWS>(k, in.k, own);
+        mn_curve_pack(a, R);
         mn_wgmma_fence();
         mn_curve_rows<KP, 64>(Y, a, mn_smem_addr(in.q), false);
         mn_wgmma_commit();
-        mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
-        const bool wild = mn_curve_tame(k);
         mn_mbarrier_wait(&smem.scored[c % 2], c / 2 & 1);
+        mn_fence_operand(k);    // what follows is done while products run, not in front of them
+        const bool wild = mn_curve_tame(k);
         mn_wgmma_fence();
         mn_curve_square(Y, k, mn_smem_addr(smem.P[c % 2]));
         mn_wgmma_commit();
         mn_curve_depth<MN_CURVE_ROWS>(R, k, mn_smem_addr(in.k));
         mn_wgmma_commit();
-        mn_curve_left<64>(x, in.q, at.column0 + warp * 16);
+        mn_curve_left<64>(x, in.q, own);
+        const float s[2] = { in.s[own + lane / 4], in.s[own + lane / 4 + 8] };
+        float4 w[4];
+        mn_curve_forward_weights<KP>(w, in, 0);
         mn_wgmma_wait<1>();
-        if (wild) {
+        if (__builtin_expect(wild, 0)) {
             uint32_t all[16];
-            mn_curve_left<MN_CURVE_ROWS>(all, in.k, at.column0 + warp * 16);
+            mn_curve_left<MN_CURVE_ROWS>(all, in.k, own);
             mn_curve_add_wild<MN_SEES_EARLIER>(Y, all, smem.P[c % 2]);
         }
         mn_mbarrier_arrive_warp(&smem.used[c % 2]);
-        mn_curve_forward_result<KP>(smem.out[c % 2], x, Y, in, at.column0);
+        mn_curve_forward_result(x, Y, w, s, 0);
+        mn_curve_forward_weights<KP>(w, in, 4);
+        mn_curve_forward_result(x, Y, w, s, 4);
+        mn_curve_forward_turn(smem.out[c % 2], x);
         mn_curve_forward_put(p, maps, at, smem.out[c % 2], c, counter);
         mn_wgmma_wait<0>();
-        if (wild) {
+        if (__builtin_expect(wild, 0)) {
             uint32_t all[16];
-            mn_curve_left<MN_CURVE_ROWS>(all, in.k, at.column0 + warp * 16);
+            mn_curve_left<MN_CURVE_ROWS>(all, in.k, own);
             mn_curve_wild_rows(R, all);
         }
         mn_mbarrier_arrive(&smem.gone[c % MN_CURVE_AHEAD]);

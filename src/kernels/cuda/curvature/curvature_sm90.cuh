@@ -122,10 +122,11 @@ __device__ inline void mn_curve_left(uint32_t (&a)[16], const unsigned char *til
 /* Numbers of a left operand of tokens that are not finite become 0; whether there are any in the
  * warp. What results see of them, mn_curve_add_wild adds. */
 __device__ inline bool mn_curve_tame(uint32_t (&a)[16]) {
-    uint32_t watch = 0;
+    uint32_t watch[4] = {};    // four chains, as each step takes in the one before
 #pragma unroll
-    for (int i = 0; i < 16; i++) watch = mn_bf16x2_watch(a[i], watch);
-    if (!__any_sync(0xffffffffu, watch & 0x7fff7fffu)) return false;
+    for (int i = 0; i < 16; i++) watch[i % 4] = mn_bf16x2_watch(a[i], watch[i % 4]);
+    const uint32_t all = watch[0] | watch[1] | watch[2] | watch[3];
+    if (!__any_sync(0xffffffffu, all & 0x7fff7fffu)) return false;
 #pragma unroll
     for (int i = 0; i < 16; i++) a[i] &= ~mn_bf16x2_wild(a[i]);
     return true;
@@ -214,19 +215,41 @@ __device__ inline void mn_curve_pack_rest(uint32_t (&a)[N / 2], const float (&x)
     }
 }
 
+/* What a thread's rows of scores see, as masks: of eight columns n and row r (of two) those of
+ * n - r, where -1 is all; even columns and odd ones. */
+struct mn_curve_seen {
+    uint32_t even[8], odd[8];
+
+    __device__ mn_curve_seen() {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x % MN_WARPGROUP / 32;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            /* the row's token less the column's */
+            const int left = 8 * (2 * warp - i) + lane / 4 - lane % 4 * 2;
+            even[i] = left >= 0 ? ~0u : 0u;
+            odd[i] = left >= 1 ? ~0u : 0u;
+        }
+    }
+
+    __device__ float column(float x, int i, bool is_odd) const {
+        return i < 0 ? x : __uint_as_float(__float_as_uint(x) & (is_odd ? odd[i] : even[i]));
+    }
+
+    __device__ uint32_t pair(uint32_t x, int i) const {
+        return i < 0 ? x : x & (even[i] & 0xffffu | odd[i] & 0xffff0000u);
+    }
+};
+
 /* Sums of the rows of tril(X K'), with s.x, times 1 / n, which is `each`. */
 __device__ inline void mn_curve_means(float (&mean)[2], const float (&d)[36],
-                                      const float (&each)[2]) {
-    const int thread = threadIdx.x % MN_WARPGROUP, lane = thread % 32;
-    const int row = thread / 32 * 16 + lane / 4, column = lane % 4 * 2;
+                                      const float (&each)[2], const mn_curve_seen &seen) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int last = row + 8 * r - column;    // of the columns, counted from the thread's own
         float even = d[32 + 2 * r], odd = d[33 + 2 * r];
 #pragma unroll
         for (int vec16 = 0; vec16 < 8; vec16++) {
-            if (8 * vec16 <= last) even += d[4 * vec16 + 2 * r];
-            if (8 * vec16 + 1 <= last) odd += d[4 * vec16 + 2 * r + 1];
+            even += seen.column(d[4 * vec16 + 2 * r], vec16 - r, false);
+            odd += seen.column(d[4 * vec16 + 2 * r + 1], vec16 - r, true);
         }
         mean[r] = mn_quad_sum(even + odd) * each[r];
     }
@@ -263,22 +286,20 @@ __device__ inline void mn_curve_store(float *to, float (&R)[N], float times, int
 }
 
 /* Scores less their row's mean, lower triangular, into a tile; what rounding leaves into `low`. */
-__device__ inline void mn_curve_put_square(unsigned char *to, unsigned char *low,
-                                           const float *sums, const float (&mean)[2]) {
+__device__ inline void mn_curve_put_square(unsigned char *to, unsigned char *low, const float *sums,
+                                           const float (&mean)[2], const mn_curve_seen &seen) {
     const int thread = threadIdx.x % MN_WARPGROUP, lane = thread % 32;
     const int row = thread / 32 * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
-        const int r = i % 4 / 2, t = row + 8 * r, column = i / 4 * 8 + lane % 4 * 2;
-        float x = 0.0f, y = 0.0f;
-        if (i / 4 <= thread / 32 * 2 + 1) {    // the warp has something there
-            x = column > t ? 0.0f : sums[i] - mean[r];
-            y = column + 1 > t ? 0.0f : sums[i + 1] - mean[r];
-        }
-        const uint32_t pair = mn_bf16x2(x, y), byte = mn_swizzle_byte(64, t, column);
-        *(uint32_t *)(to + byte) = pair;
+        const int r = i % 4 / 2, own = i / 4 - r;
+        const float x = sums[i] - mean[r], y = sums[i + 1] - mean[r];
+        const uint32_t pair = mn_bf16x2(x, y);
+        const uint32_t byte = mn_swizzle_byte(64, row + 8 * r, i / 4 * 8 + lane % 4 * 2);
+        *(uint32_t *)(to + byte) = seen.pair(pair, own);
         if (low) {
-            *(uint32_t *)(low + byte) = mn_bf16x2(x - mn_curve_low(pair), y - mn_curve_high(pair));
+            const uint32_t rest = mn_bf16x2(x - mn_curve_low(pair), y - mn_curve_high(pair));
+            *(uint32_t *)(low + byte) = seen.pair(rest, own);
         }
     }
 }

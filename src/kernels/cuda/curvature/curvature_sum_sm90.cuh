@@ -9,11 +9,11 @@ namespace mneme::curvature {
 
 #if MN_HAS_WGMMA
 
-/* The running sum of keys by columns: each of two warps has half of them, a lane two of eight, and
- * those of the same eight share out the rows of a tile. */
+/* The running sum of keys by columns: each of two warps has half of them, a lane two, as products
+ * of tensor cores leave them. */
 template <int KP>
 struct mn_curve_vector {
-    static constexpr int vec16s = KP / 16, groups = 32 / vec16s;
+    static constexpr int vec16s = KP / 16;
     float at[2];
 
     __device__ static int first(void) {
@@ -22,7 +22,7 @@ struct mn_curve_vector {
 
     __device__ static int column(void) {
         const int lane = threadIdx.x % 32;
-        return first() + lane % vec16s * 8 + lane / vec16s % 4 * 2;
+        return first() + lane / 4 % vec16s * 8 + lane % 4 * 2;
     }
 
     __device__ void load(const float *from, int64_t K) {
@@ -39,34 +39,31 @@ struct mn_curve_vector {
         *(float2 *)(to + column()) = make_float2(at[0], at[1]);
     }
 
-    /* += a tile's rows. */
+    /* += a tile's rows, which are multiplied by ones: all rows of a product are their sums. */
     __device__ void add(const unsigned char *k) {
-        const int lane = threadIdx.x % 32, team = lane / vec16s;
-        float x[8] = {};
+        const int lane = threadIdx.x % 32;
+        const uint32_t ones[4] = { 0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80 };
+        float sum[vec16s][4] = {};
 #pragma unroll
-        for (int i = 0; i < MN_CURVE_CHUNK / groups; i++) {
-            float y[8];
-            const int j = first() + lane % vec16s * 8;
-            mn_curve_unpack(
-                y, *(const uint4 *)(k + mn_swizzle_byte(MN_CURVE_ROWS, i * groups + team, j)));
+        for (int row = 0; row < MN_CURVE_CHUNK; row += 16) {
 #pragma unroll
-            for (int c = 0; c < 8; c++) x[c] += y[c];
-        }
-#pragma unroll
-        for (int kept = 4; kept > 1; kept /= 2) {    // of the columns, those that are its own
-            const bool upper = team & kept / 2;
-#pragma unroll
-            for (int c = 0; c < kept; c++) {
-                const float give = upper ? x[c] : x[c + kept];
-                x[c] = (upper ? x[c + kept] : x[c]) +
-                       __shfl_xor_sync(0xffffffffu, give, vec16s * kept / 2);
+            for (int n = 0; n < vec16s; n += 2) {
+                const int j = first() + 8 * n + lane / 16 * 8;
+                unsigned b[4];
+                mn_ldmatrix_x4<true>(
+                    b, mn_curve_at(k, mn_swizzle_byte(MN_CURVE_ROWS, row + lane % 16, j)));
+                mn_mma_m16n8k16(sum[n], ones, b[0], b[1]);
+                mn_mma_m16n8k16(sum[n + 1], ones, b[2], b[3]);
             }
         }
+        uint32_t own[2] = {};    // bits, as the compiler would keep what it chooses from in memory
 #pragma unroll
-        for (int c = 0; c < 2; c++) {
-            if (groups == 8) x[c] += __shfl_xor_sync(0xffffffffu, x[c], 16);
-            at[c] += x[c];
+        for (int n = 0; n < vec16s; n++) {
+            const uint32_t mine = lane / 4 % vec16s == n ? ~0u : 0u;
+            own[0] |= __float_as_uint(sum[n][0]) & mine;
+            own[1] |= __float_as_uint(sum[n][1]) & mine;
         }
+        at[0] += __uint_as_float(own[0]), at[1] += __uint_as_float(own[1]);
     }
 
     __device__ void store(float *to, int64_t K, int slice) const {
