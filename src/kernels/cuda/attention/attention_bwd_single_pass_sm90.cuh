@@ -791,6 +791,7 @@ attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
  * key, stored in k.b for dk, and the flag of the key's tile set. */
 __global__ static void __launch_bounds__(256)
     attention_bwd_dq_postprocess_kernel(const __grid_constant__ mn_single_pass k) {
+    enum { ROWS = 256 / 16, ROUNDS = MN_SINGLE_PASS_STEP / ROWS };    // of a round; of a thread
     __shared__ __align__(16) float smem[MN_SINGLE_PASS_STEP][MN_SINGLE_PASS_PITCH];
     const mn_attn_params &p = k.f.p;
     const mn_call &c = p.call;
@@ -805,6 +806,14 @@ __global__ static void __launch_bounds__(256)
     const float *sums = k.sums + (slot * c.H + h) * MN_SINGLE_PASS_CHUNK;
     const int thread = threadIdx.x, lane = thread % 32;
     const int column = thread / 32 * 16 + lane / 4;
+    const int64_t b = tile.span.b, t = tile.span.t0 + tile.first;
+    int dominant_keys[ROUNDS];    // on their way beside the sums
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        const int row = thread / 16 + i * ROWS;
+        const bool there = row < tile.n_rows;
+        dominant_keys[i] = there ? k.dominant_key[mn_single_pass_row(c, b, h, t + row)] : -1;
+    }
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const float4 x = *(const float4 *)(sums + i * 1024 + thread * 4);
@@ -813,16 +822,17 @@ __global__ static void __launch_bounds__(256)
         smem[row][column + 8] = x.z, smem[row + 1][column + 8] = x.w;
     }
     __syncthreads();
-    const int64_t b = tile.span.b, t = tile.span.t0 + tile.first;
     const int64_t slot0 = mn_single_pass_slot(c, tile, c.L, MN_SINGLE_PASS_KEYS);
     const int first = thread % 16 * 8;
-    for (int row = thread / 16; row < tile.n_rows; row += 16) {
+#pragma unroll
+    for (int round = 0; round < ROUNDS; round++) {
+        const int row = thread / 16 + round * ROWS, dominant_key = dominant_keys[round];
+        if (row >= tile.n_rows) break;
         float x[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) x[i] = smem[row][first + i];
-        const int64_t at = mn_single_pass_row(c, b, h, t + row);
-        const int dominant_key = k.dominant_key[at];
         if (dominant_key >= 0) {
+            const int64_t at = mn_single_pass_row(c, b, h, t + row);
             float residual = 0.0f, key[8];
             for (int i = 0; i < 8; i++) residual -=
                 sums[MN_SINGLE_PASS_ACC + i * MN_SINGLE_PASS_STEP + row];
