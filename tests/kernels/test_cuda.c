@@ -450,6 +450,24 @@ static void check_means(op_case c) {
     }
 }
 
+/* Heads that blocks of a cluster share, of none, one and two groups of eight tokens and of many;
+ * whose second block has few columns or none. */
+static void check_shared_heads(op_case c) {
+    static const struct {
+        int64_t T, K, V;
+    } shapes[] = { { 130, 128, 128 }, { 8, 128, 80 }, { 9, 72, 128 }, { 67, 96, 64 } };
+    for (size_t i = 0; i < MN_COUNTOF(shapes); i++) {
+        c.B = 1, c.H = 2, c.T = shapes[i].T, c.K = shapes[i].K, c.V = shapes[i].V;
+        c.seed = 80 + i;
+        if (shares_next()) check_bf16(c);
+    }
+    c.cu_seqlens = packing, c.n_seqs = MN_COUNTOF(packing) - 1, c.T = packing[c.n_seqs];
+    c.K = 128, c.V = 100, c.seed = 90;
+    if (shares_next()) check_bf16(c);
+    c.seed = EXTREME + 90;
+    if (shares_next()) check_bf16(c);
+}
+
 /* Heads that decay too steeply for a frame of 64 tokens, and not for one of 16. */
 static void check_steep(op_case c) {
     c.B = c.H = 2, c.T = 150, c.K = 32, c.V = 40, c.cu_seqlens = NULL, c.n_seqs = 0;
@@ -479,6 +497,7 @@ static void kernels_match_reference(mn_op_id op) {
         }
         op_case c = forms[f];
         if (op == MN_OP_moebius) check_long(c);
+        if (op == MN_OP_longhorn_diag) check_shared_heads(c);
         if (op == MN_OP_importance || op == MN_OP_moebius || op == MN_OP_bayes ||
             op == MN_OP_riccati) {
             check_means(c);
@@ -508,6 +527,8 @@ static void kernels_match_reference(mn_op_id op) {
         c.K = 104, c.V = 120;    // the same with rows for TMA
         if (op == MN_OP_delta && shares_next()) check_bf16(c);
         c.groups = 2;    // and with more groups than processors
+        if (op == MN_OP_delta && shares_next()) check_bf16(c);
+        c.H = 16, c.groups = 4, c.T = 520;
         if (op == MN_OP_delta && shares_next()) check_bf16(c);
         c.groups = 0;
         c.B = 2, c.H = 8, c.T = 200, c.V = 256, c.K = 40;
