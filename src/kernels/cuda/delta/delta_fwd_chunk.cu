@@ -13,7 +13,6 @@
 #include "kernels/cuda/delta/delta_fwd_wide_sm90.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
 #include "kernels/cuda/delta/delta_intra_chunk_channel_sm90.cuh"
-#include "kernels/cuda/delta/delta_wy_inverse_group_sm90.cuh"
 #include "kernels/cuda/delta/delta_scan_wide_keys_sm90.cuh"
 #include "kernels/cuda/delta/delta_wy_inverse_sm90.cuh"
 #include "kernels/cuda/delta/delta_state_scan_warp.cuh"

@@ -587,8 +587,8 @@ struct gate_scan {
         return first + n * AT_ONCE + (int)(threadIdx.x / TOKENS);
     }
 
-    /* Sums over the blocks: what S gets at this lane's tokens without ip, and sum pull mu there. All
-     * loads of a block are asked for at once. */
+    /* Sums over the blocks: what S gets at this lane's tokens without ip, and sum pull mu there.
+     * All loads of a block are asked for at once. */
     __device__ void tokens(float2 (&sums)[EACH], int first, int end) const {
 #pragma unroll
         for (int n = 0; n < EACH; n++) sums[n] = { 0.0f, 0.0f };
