@@ -247,7 +247,7 @@ __device__ inline void mn_wide_store_rows(const unsigned char *tile, const mn_ou
 
 /* Channels 128 HALF + 64 tile + 16 w + l / 4 of warp w, and eight on; columns 8 j + 2 (l % 4). */
 template <int N, int HALF>
-struct mn_wide_state {
+struct mn_wide_state : mn_scan_state_of_call<mn_wide_state<N, HALF>> {
     float at[2][N / 8][4];
 
     /* use(x, row, column) for this lane's numbers */
@@ -264,23 +264,6 @@ struct mn_wide_state {
                     column0 + 8 * j + lane % 4 * 2 + c % 2);
             }
         }
-    }
-
-    __device__ void load(const mn_delta_params &job, const mn_scan_coord &place) {
-        const float *from = place.state_in;
-        const int64_t K = job.p.call.K, V = job.p.call.V;
-        each(place.column0, [&](float &x, int64_t row, int64_t column) {
-            x = from && row < K && column < V ? from[row * V + column] : 0.0f;
-        });
-    }
-
-    __device__ void store(const mn_delta_params &job, const mn_scan_coord &place) {
-        float *to = place.state_out;
-        const int64_t K = job.p.call.K, V = job.p.call.V;
-        if (!to) return;
-        each(place.column0, [&](float &x, int64_t row, int64_t column) {
-            if (row < K && column < V) to[row * V + column] = x;
-        });
     }
 
     __device__ void decay(const mn_wide_decays &decays) {
@@ -316,6 +299,24 @@ struct mn_wide_state {
         mn_mma_commit<true>();
     }
 };
+
+/* What either warpgroup does: its half of the state through all chunks, of which advance(state,
+ * slot, n) does the n-th once it is there. */
+template <int HALF, int N, typename F>
+__device__ inline void mn_wide_scan(mn_wide_smem<N> &smem, const mn_delta_params &job, F advance) {
+    const mn_scan_coord &at = smem.place;
+    const int n_chunks = at.n_chunks;
+    mn_wide_state<N, HALF> state;
+    state.load(job, at);
+    if (n_chunks > 0) state.show(smem);
+    for (int n = 0; n < n_chunks; n++) {
+        const int slot = n % 2;
+        mn_mbarrier_wait(&smem.full[slot], n / 2 & 1);
+        advance(state, slot, n);
+        state.show(smem);
+    }
+    state.store(job, at);
+}
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
@@ -353,18 +354,11 @@ __device__ inline void mn_wide_show_residuals(mn_wide_smem<N> &smem, const float
 /* What the first warpgroup does. */
 template <int N, mn_wide_mode MODE>
 __device__ inline void mn_wide_forward_chain(mn_wide_smem<N> &smem, const mn_delta_params &job) {
-    const mn_scan_coord &at = smem.place;
-    const int n_chunks = at.n_chunks;
-    mn_wide_state<N, 0> S;
-    S.load(job, at);
-    if (n_chunks > 0) S.show(smem);
-    for (int chunk = 0; chunk < n_chunks; chunk++) {
-        const int slot = chunk % 2;
+    mn_wide_scan<0>(smem, job, [&](mn_wide_state<N, 0> &S, int slot, int) {
         const mn_wide_stage &in = smem.stage[slot];
         const mn_wide_decays &decays = smem.decays[slot];
         mn_wide_sums<N> sums = {};
         float X[N / 8][4], R[N / 8][4] = {};
-        mn_mbarrier_wait(&smem.full[slot], chunk / 2 & 1);
         mn_named_barrier_sync(MN_WIDE_STATE_SHOWN, mn_wide_with_store<MODE>);
         sums.read(in.keys, smem.state);
         S.decay(decays);
@@ -383,9 +377,7 @@ __device__ inline void mn_wide_forward_chain(mn_wide_smem<N> &smem, const mn_del
         mn_mma_wait<true>();
         mn_mbarrier_arrive(&smem.empty[slot]);
         mn_named_barrier_sync(MN_WIDE_STATE_READ, mn_wide_with_store<MODE>);
-        S.show(smem);
-    }
-    S.store(job, at);
+    });
 }
 
 /* Starts O += P R. */
@@ -405,18 +397,11 @@ __device__ inline void mn_wide_outputs_add(mn_wide_sums<N> &O, const mn_wide_sme
 /* What the second warpgroup does. */
 template <int N>
 __device__ inline void mn_wide_outputs(mn_wide_smem<N> &smem, const mn_delta_params &job) {
-    const mn_scan_coord &at = smem.place;
-    const int n_chunks = at.n_chunks;
-    mn_wide_state<N, 1> S;
-    S.load(job, at);
-    if (n_chunks > 0) S.show(smem);
-    for (int chunk = 0; chunk < n_chunks; chunk++) {
-        const int slot = chunk % 2;
+    mn_wide_scan<1>(smem, job, [&](mn_wide_state<N, 1> &S, int slot, int chunk) {
         mn_wide_stage &in = smem.stage[slot];
         const mn_wide_decays &decays = smem.decays[slot];
         mn_wide_sums<N> O = {};
         float out[N / 8][4];
-        mn_mbarrier_wait(&smem.full[slot], chunk / 2 & 1);
         mn_named_barrier_sync(MN_WIDE_STATE_SHOWN, MN_WIDE_BOTH);
         S.decay(decays);
         mn_named_barrier_sync(MN_WIDE_X_DONE, MN_WIDE_BOTH);    // nothing is to delay X
@@ -431,26 +416,17 @@ __device__ inline void mn_wide_outputs(mn_wide_smem<N> &smem, const mn_delta_par
         O.join(out);
         mn_wide_put<false>(in.values, out);
         __syncwarp();
-        mn_wide_store_rows<N>(in.values, job.p.o, at, job.p.call.V, chunk);
+        mn_wide_store_rows<N>(in.values, job.p.o, smem.place, job.p.call.V, chunk);
         mn_mma_wait<true>();
         mn_fence_proxy_async();
         mn_mbarrier_arrive(&smem.empty[slot]);
-        S.show(smem);
-    }
-    S.store(job, at);
+    });
 }
 
 /* Likewise where states are kept: nothing but its half of them. */
 template <int N>
 __device__ inline void mn_wide_half_of_states(mn_wide_smem<N> &smem, const mn_delta_params &job) {
-    const mn_scan_coord &at = smem.place;
-    const int n_chunks = at.n_chunks;
-    mn_wide_state<N, 1> S;
-    S.load(job, at);
-    if (n_chunks > 0) S.show(smem);
-    for (int chunk = 0; chunk < n_chunks; chunk++) {
-        const int slot = chunk % 2;
-        mn_mbarrier_wait(&smem.full[slot], chunk / 2 & 1);
+    mn_wide_scan<1>(smem, job, [&](mn_wide_state<N, 1> &S, int slot, int) {
         mn_named_barrier_sync(MN_WIDE_STATE_SHOWN, mn_wide_with_store<MN_WIDE_SAVE>);
         S.decay(smem.decays[slot]);
         mn_named_barrier_sync(MN_WIDE_WRITE_SHOWN, mn_wide_with_store_R<MN_WIDE_SAVE>);
@@ -458,9 +434,7 @@ __device__ inline void mn_wide_half_of_states(mn_wide_smem<N> &smem, const mn_de
         mn_mma_wait<true>();
         mn_mbarrier_arrive(&smem.empty[slot]);
         mn_named_barrier_sync(MN_WIDE_STATE_READ, mn_wide_with_store<MN_WIDE_SAVE>);
-        S.show(smem);
-    }
-    S.store(job, at);
+    });
 }
 
 /* ---- back ------------------------------------------------------------------------------------ */
@@ -503,17 +477,10 @@ __device__ inline void mn_wide_residual_grads(mn_wide_smem<N> &smem, mn_wide_sta
 /* What the first warpgroup does. */
 template <int N>
 __device__ inline void mn_wide_back_chain(mn_wide_smem<N> &smem, const mn_delta_params &job) {
-    const mn_scan_coord &at = smem.place;
-    const int n_chunks = at.n_chunks;
-    mn_wide_state<N, 0> D;
-    D.load(job, at);
-    if (n_chunks > 0) D.show(smem);
-    for (int iter = 0; iter < n_chunks; iter++) {
-        const int slot = iter % 2;
+    mn_wide_scan<0>(smem, job, [&](mn_wide_state<N, 0> &D, int slot, int) {
         mn_wide_stage &in = smem.stage[slot];
         const mn_wide_decays &decays = smem.decays[slot];
         float dX[N / 8][4] = {};
-        mn_mbarrier_wait(&smem.full[slot], iter / 2 & 1);
         mn_named_barrier_sync(MN_WIDE_STATE_SHOWN, mn_wide_with_store<MN_WIDE_BACK>);
         mn_wide_residual_grads<N>(smem, D, slot);
         mn_wide_apply_T<1, N>(dX, smem, slot);
@@ -530,9 +497,7 @@ __device__ inline void mn_wide_back_chain(mn_wide_smem<N> &smem, const mn_delta_
         mn_fence_proxy_async();
         mn_mbarrier_arrive(&smem.empty[slot]);
         mn_named_barrier_sync(MN_WIDE_STATE_READ, mn_wide_with_store<MN_WIDE_BACK>);
-        D.show(smem);
-    }
-    D.store(job, at);
+    });
 }
 
 /* Cotangents by their tokens' decays to smem.y, where they lie as they came. The second warpgroup
@@ -560,15 +525,9 @@ __device__ inline void mn_wide_scale_cotangents(mn_wide_smem<N> &smem, int slot,
 /* What the second warpgroup does. */
 template <int N>
 __device__ inline void mn_wide_back_cotangents(mn_wide_smem<N> &smem, const mn_delta_params &job) {
-    const mn_scan_coord &at = smem.place;
-    const int n_chunks = at.n_chunks;
-    mn_wide_state<N, 1> D;
-    D.load(job, at);
-    if (n_chunks > 0) D.show(smem);
-    for (int iter = 0; iter < n_chunks; iter++) {
-        const int slot = iter % 2;
+    const int last = smem.place.n_chunks - 1;
+    mn_wide_scan<1>(smem, job, [&](mn_wide_state<N, 1> &D, int slot, int iter) {
         const mn_wide_stage &in = smem.stage[slot];
-        mn_mbarrier_wait(&smem.full[slot], iter / 2 & 1);
         mn_named_barrier_sync(MN_WIDE_STATE_SHOWN, mn_wide_with_store<MN_WIDE_BACK>);
         mn_wide_scale_cotangents<N>(smem, slot, job.scale);
         mn_named_barrier_sync(MN_WIDE_COT_SHOWN, MN_WIDE_BOTH);
@@ -578,14 +537,12 @@ __device__ inline void mn_wide_back_cotangents(mn_wide_smem<N> &smem, const mn_d
         mn_named_barrier_arrive(MN_WIDE_COT_READ, MN_WIDE_BOTH);
         mn_named_barrier_sync(MN_WIDE_WRITE_SHOWN, MN_WIDE_BOTH);
         D.template add<0>(in.keys, smem.y);
-        mn_wide_store_rows<N>(in.values, job.p.grad.v, at, job.p.call.V, n_chunks - 1 - iter);
+        mn_wide_store_rows<N>(in.values, job.p.grad.v, smem.place, job.p.call.V, last - iter);
         mn_mma_wait<true>();
         mn_fence_proxy_async();
         mn_mbarrier_arrive(&smem.empty[slot]);
         mn_named_barrier_sync(MN_WIDE_STATE_READ, mn_wide_with_store<MN_WIDE_BACK>);
-        D.show(smem);
-    }
-    D.store(job, at);
+    });
 }
 
 /* ---- the third warpgroup --------------------------------------------------------------------- */

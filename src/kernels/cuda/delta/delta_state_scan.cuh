@@ -736,10 +736,31 @@ __device__ inline void mn_scan_store_frags(mn_bf16 *to, int pitch, const unsigne
 
 /* ---- states in registers --------------------------------------------------------------------- */
 
+/* From the tensors of a call and to them, for a state whose each() knows where its numbers lie. */
+template <typename STATE>
+struct mn_scan_state_of_call {
+    __device__ void load(const mn_delta_params &job, const mn_scan_coord &place) {
+        const float *from = place.state_in;
+        const int64_t K = job.p.call.K, V = job.p.call.V;
+        ((STATE *)this)->each(place.column0, [&](float &x, int64_t row, int64_t column) {
+            x = from && row < K && column < V ? from[row * V + column] : 0.0f;
+        });
+    }
+
+    __device__ void store(const mn_delta_params &job, const mn_scan_coord &place) {
+        float *to = place.state_out;
+        const int64_t K = job.p.call.K, V = job.p.call.V;
+        if (!to) return;
+        ((STATE *)this)->each(place.column0, [&](float &x, int64_t row, int64_t column) {
+            if (row < K && column < V) to[row * V + column] = x;
+        });
+    }
+};
+
 /* Rows of this lane: columns j and j + 8 of the value axis; columns: channels 8 i + 2 (l % 4) of
  * the split's. */
 template <int KP, bool WGMMA, int SPLITS>
-struct mn_scan_state {
+struct mn_scan_state : mn_scan_state_of_call<mn_scan_state<KP, WGMMA, SPLITS>> {
     static constexpr int width = KP / SPLITS;    // channels of a split
     static constexpr int part_bytes = mn_tile_bytes<width>();
     using role = mn_scan_role<WGMMA, SPLITS>;
@@ -758,23 +779,6 @@ struct mn_scan_state {
                 use(at[i][c], channel0 + 8 * i + lane % 4 * 2 + c % 2, j + c / 2 * 8);
             }
         }
-    }
-
-    __device__ void load(const mn_delta_params &job, const mn_scan_coord &place) {
-        const float *from = place.state_in;
-        const int64_t K = job.p.call.K, V = job.p.call.V;
-        each(place.column0, [&](float &x, int64_t row, int64_t column) {
-            x = from && row < K && column < V ? from[row * V + column] : 0.0f;
-        });
-    }
-
-    __device__ void store(const mn_delta_params &job, const mn_scan_coord &place) {
-        float *to = place.state_out;
-        const int64_t K = job.p.call.K, V = job.p.call.V;
-        if (!to) return;
-        each(place.column0, [&](float &x, int64_t row, int64_t column) {
-            if (row < K && column < V) to[row * V + column] = x;
-        });
     }
 
     /* Of a segment's map: zeros, and behind the values' columns the unit matrix. */
