@@ -5,7 +5,7 @@
  *                                delta_state_scan, SAVE
  *   delta_state_scan_bwd         dv, dstate0, and D behind every chunk and dX, to the workspace
  *   delta_grad*                  dq, de, dw of all chunks, and parts of dbeta and dg; on Hopper
- *                                where scans save as above dbeta and dg as such
+ *                                dbeta and dg as such, but of groups with 256 channels
  *   delta_reduce_grads           dbeta and dg from these parts (decays per channel: dbeta alone,
  *                                where blocks have some of the channels)
  *
@@ -511,7 +511,7 @@ static int grad(const mn_delta_params &job, const mn_grad_tma_maps *maps, const 
     const bool channel = job.p.decay == MN_DECAY_CHANNEL;
     int n_partials = channel && KT == KP ? 0 : KP / KT, code = cudaSuccess;
     if (maps) {
-        n_partials = KP > 128 ? KP / 128 : 0;
+        n_partials = KP > 128 && fold.times > 0 ? KP / 128 : 0;
         code = mn_delta_grad_sm90<KP>(mn_delta_grad_of_groups(job, fold), *maps, fold.times > 0,
                                       records, stream);
     } else {

@@ -3,13 +3,14 @@
  *
  * A block of delta_grad_kernel waits for its tiles, multiplies, and stores, one after the other,
  * and is alone on its processor. Here a block stays and goes through chunks; a producer warp has
- * TMA load what the next ones need while 16 warps compute. Where it has all channels of a chunk, it
- * stores dbeta and dg as well. The halves of a chunk are neighbours, so that what both load comes
- * from the second cache once.
+ * TMA load what the next ones need while 16 warps compute. Of 256 channels it goes through one half
+ * after the other, of which the second finds the matrices of the first, and what both load in the
+ * second cache. A block that has all channels of a chunk stores dbeta and dg as well.
  *
  * GROUPED: value heads share keys, and a block goes through those of a group one after the other;
  * their keys are loaded once, and dq and de are added up in shared memory, in the order of the
- * heads: each time a sum in float32 of what is there in bf16 and the head's own. */
+ * heads: each time a sum in float32 of what is there in bf16 and the head's own. Halves of their
+ * channels are units of their own, neighbours, whose parts of dbeta and dg are added up later. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_GRAD_SM90_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_GRAD_SM90_CUH
 
@@ -29,17 +30,31 @@ static constexpr int mn_delta_grad_sm90_keys = 256;
  * be seen. */
 static constexpr int mn_grad_most_heads = 4;
 
-/* Where the channels of unit `index` begin: half index % HALVES, each of KT channels, of the
- * records of index / HALVES. */
-template <int KT, int HALVES>
-__device__ inline int64_t mn_grad_channel0(int64_t index) {
-    return HALVES == 1 ? 0 : index % HALVES * KT;
+/* Whether a block goes through the halves of a chunk one after the other; else each is a unit. */
+template <int HALVES, bool GROUPED>
+static constexpr bool mn_grad_in_turn = HALVES > 1 && !GROUPED;
+
+template <int HALVES, bool GROUPED>
+static constexpr int mn_grad_halves_apart = mn_grad_in_turn<HALVES, GROUPED> ? 1 : HALVES;
+
+/* Where the channels of step `step` of unit `index` begin, each of KT channels: of half
+ * index % HALVES of the records of index / HALVES, or in turn half `step`. */
+template <int KT, int HALVES, bool GROUPED>
+__device__ inline int64_t mn_grad_channel0(int64_t index, int step) {
+    if (HALVES == 1) return 0;
+    return (mn_grad_in_turn<HALVES, GROUPED> ? step : index % HALVES) * KT;
 }
 
 /* Records of a unit, which are neighbours. */
 template <bool GROUPED>
 __device__ inline int mn_grad_heads(const mn_delta_params &job) {
     return GROUPED ? (int)(job.p.call.H / job.p.call.J) : 1;
+}
+
+/* A unit's steps, which are chunks to all but its matrices: records of a group, or halves. */
+template <int HALVES, bool GROUPED>
+__device__ inline int mn_grad_steps(const mn_delta_params &job) {
+    return mn_grad_in_turn<HALVES, GROUPED> ? HALVES : mn_grad_heads<GROUPED>(job);
 }
 
 /* The first record of unit `index`. In a redo units are sequences and heads; below zero: the head
@@ -95,6 +110,12 @@ __device__ inline int mn_grad_out_slot(int iter) {
     return GROUPED ? 1 : iter % 2;
 }
 
+/* Whose matrices chunk `iter` of the block takes, of those that it loads. */
+template <bool IN_TURN>
+__device__ inline int mn_grad_matrices_of(int iter) {
+    return IN_TURN ? iter / 2 : iter;
+}
+
 /* What is one chunk's, as the functions of delta_grad.cuh know it. */
 struct mn_grad_chunk {
     struct {
@@ -144,14 +165,28 @@ __device__ inline void mn_grad_copies_done(void) {
     __syncwarp();
 }
 
-/* Issues loads of `tiles` tiles of 64 columns of 64 rows from (h, t, b) on. */
-template <int TILES>
+/* mn_tma_load of what is read once: the second cache gives up other things later. */
+__device__ inline void mn_grad_tma_load_once(void *to, const CUtensorMap &map, uint64_t *mbar,
+                                        int column, int h, int t, int b) {
+    asm volatile("{\n\t.reg .b64 policy;\n\t"
+                 "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n\t"
+                 "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], policy;\n\t}"
+                 ::"r"(mn_smem_addr(to)), "l"(&map), "r"(column), "r"(h), "r"(t), "r"(b),
+                 "r"(mn_smem_addr(mbar)) : "memory");
+}
+
+/* Issues loads of `tiles` tiles of 64 columns of 64 rows from (h, t, b) on. ONCE: the second cache
+ * need not keep them. */
+template <int TILES, bool ONCE = false>
 __device__ inline void mn_grad_tma_load(unsigned char *to, const CUtensorMap &map, uint64_t *full,
                                         int64_t column, int64_t h, int64_t t, int64_t b) {
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
-        mn_tma_load(to + i * mn_tile_bytes<64>(), map, full, (int)column + 64 * i, (int)h, (int)t,
-                    (int)b);
+        unsigned char *tile = to + i * mn_tile_bytes<64>();
+        const int from = (int)column + 64 * i;
+        if (ONCE) mn_grad_tma_load_once(tile, map, full, from, (int)h, (int)t, (int)b);
+        else mn_tma_load(tile, map, full, from, (int)h, (int)t, (int)b);
     }
 }
 
@@ -186,8 +221,8 @@ __device__ inline void mn_grad_load_keys(mn_grad_sm90_smem<KT> &smem, int slot,
     mn_grad_tma_load<KT / 64>(to.e, maps.e, mbar, at.channel0, key, t, at.tile.span.b);
 }
 
-/* Likewise a tile of value columns: do, dX, R, S and D. */
-template <int KT>
+/* Likewise a tile of value columns: do, dX, R, S and D. IN_TURN: all but S and D once more soon. */
+template <int KT, bool IN_TURN>
 __device__ inline void mn_grad_load_values(mn_grad_stage<KT> &to, uint64_t *mbar,
                                            const mn_delta_params &job,
                                            const mn_grad_tma_maps &maps, const mn_grad_coord &at,
@@ -211,15 +246,15 @@ __device__ inline void mn_grad_load_values(mn_grad_stage<KT> &to, uint64_t *mbar
     if (full) mn_grad_tma_load<1>(to.cot, maps.cot, mbar, column0, at.h, t, b);
     if (!dv) mn_grad_tma_load<1>(to.dX, maps.dX, mbar, 0, 0, row, 0);
     else if (full) mn_grad_tma_load<1>(to.dX, maps.dX, mbar, column0, at.h, t, b);
-    mn_grad_tma_load<KT / 64>(to.S, maps.S, mbar, at.channel0, 0, row, 0);
+    mn_grad_tma_load<KT / 64, IN_TURN>(to.S, maps.S, mbar, at.channel0, 0, row, 0);
     mn_grad_tma_load<1>(to.R, maps.R, mbar, 0, 0, row, 0);
-    mn_grad_tma_load<KT / 64>(to.D, maps.D, mbar, at.channel0, 0, row, 0);
+    mn_grad_tma_load<KT / 64, IN_TURN>(to.D, maps.D, mbar, at.channel0, 0, row, 0);
 }
 
 /* Loads what chunk `iter` of the block needs, as soon as there is room; `n` tiles of value columns
  * are loaded before. Keys of a group take the place of those of the one before, which are in use to
  * the end of its last chunk; so tiles of values for which there is room go in front of them. */
-template <int KT, bool GROUPED>
+template <int KT, bool GROUPED, bool IN_TURN>
 __device__ inline void mn_grad_load_chunk(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
                                           const mn_grad_tma_maps &maps, const mn_grad_coord &at,
                                           bool with_keys, int iter, int n) {
@@ -227,7 +262,8 @@ __device__ inline void mn_grad_load_chunk(mn_grad_sm90_smem<KT> &smem, const mn_
     int i = 0;
     const auto load_values = [&]() {
         mn_mbarrier_wait(&smem.stage_empty[n % 2], (n / 2 & 1) ^ 1);
-        mn_grad_load_values<KT>(smem.stage[n % 2], &smem.stage_full[n % 2], job, maps, at, 64 * i);
+        mn_grad_load_values<KT, IN_TURN>(smem.stage[n % 2], &smem.stage_full[n % 2], job, maps, at,
+                                         64 * i);
         i++, n++;
     };
     if constexpr (GROUPED) {
@@ -242,7 +278,8 @@ __device__ inline void mn_grad_load_chunk(mn_grad_sm90_smem<KT> &smem, const mn_
                           job, maps, at);
 #pragma unroll 1
     while (i < tiles) load_values();
-    mn_mbarrier_wait(&smem.matrices_empty, (iter & 1) ^ 1);
+    if (IN_TURN && iter % 2 > 0) return;
+    mn_mbarrier_wait(&smem.matrices_empty, (mn_grad_matrices_of<IN_TURN>(iter) & 1) ^ 1);
     if (threadIdx.x % 32 > 0) return;
     mn_mbarrier_arrive_expect_tx(&smem.matrices_full, 2 * mn_tile_bytes<64>());
     mn_grad_tma_load<1>(smem.matrices.P, maps.P, &smem.matrices_full, 0, 0,
@@ -255,15 +292,19 @@ __device__ inline void mn_grad_load_chunk(mn_grad_sm90_smem<KT> &smem, const mn_
 template <int KT, int HALVES, bool REDO, bool GROUPED>
 __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
                                         const mn_grad_tma_maps &maps, int64_t n_units) {
-    const int tiles = (int)(job.padded_v / 64), heads = mn_grad_heads<GROUPED>(job);
+    constexpr bool in_turn = mn_grad_in_turn<HALVES, GROUPED>;
+    constexpr int apart = mn_grad_halves_apart<HALVES, GROUPED>;
+    const int tiles = (int)(job.padded_v / 64), steps = mn_grad_steps<HALVES, GROUPED>(job);
     int iter = 0;
     for (int64_t index = blockIdx.x; index < n_units; index += gridDim.x) {
-        const int64_t first = mn_grad_first_record<REDO, GROUPED>(job, index / HALVES);
+        const int64_t first = mn_grad_first_record<REDO, GROUPED>(job, index / apart);
         if (REDO && first < 0) continue;
-        for (int head = 0; head < heads; head++, iter++) {
-            mn_grad_coord at = mn_grad_record_coord<false>(job, first + head, KT * HALVES);
-            at.channel0 = mn_grad_channel0<KT, HALVES>(index);
-            mn_grad_load_chunk<KT, GROUPED>(smem, job, maps, at, head == 0, iter, iter * tiles);
+        for (int step = 0; step < steps; step++, iter++) {
+            mn_grad_coord at =
+                mn_grad_record_coord<false>(job, first + (in_turn ? 0 : step), KT * HALVES);
+            at.channel0 = mn_grad_channel0<KT, HALVES, GROUPED>(index, step);
+            mn_grad_load_chunk<KT, GROUPED, in_turn>(smem, job, maps, at, in_turn || step == 0,
+                                                     iter, iter * tiles);
         }
     }
 }
@@ -282,8 +323,8 @@ __device__ inline uint64_t mn_grad_columns(const unsigned char *tile, int column
     return mn_grad_tile(tile + column / 64 * mn_tile_bytes<64>() + column % 64 * 2);
 }
 
-/* mn_grad_mma_values. */
-template <int KT, bool DV, int N>
+/* mn_grad_mma_values. MATRICES: those of P and A, too. */
+template <int KT, bool DV, bool MATRICES, int N>
 __device__ inline void mn_grad_wgmma_values(mn_grad_acc<KT> &sum, float (&end)[N],
                                             const mn_grad_stage<KT> &stage,
                                             const mn_grad_coord &at) {
@@ -299,8 +340,10 @@ __device__ inline void mn_grad_wgmma_values(mn_grad_acc<KT> &sum, float (&end)[N
         mn_wgmma_m64k16<0, 1>(sum.q, cot + column, S + rows);
         mn_wgmma_m64k16<!DV, 1>(sum.e, from_dX, S + rows);
         mn_wgmma_m64k16<1, 1>(sum.w, R + rows, D + rows);
-        mn_wgmma_m64k16<0, 1>(sum.P, cot + column, columns + rows);
-        mn_wgmma_m64k16<!DV, 1>(sum.A, from_dX, columns + rows);
+        if constexpr (MATRICES) {
+            mn_wgmma_m64k16<0, 1>(sum.P, cot + column, columns + rows);
+            mn_wgmma_m64k16<!DV, 1>(sum.A, from_dX, columns + rows);
+        }
     }
     mn_mma_commit<true>();
     mn_grad_add_ends<KT>(end, stage);
@@ -364,9 +407,29 @@ __device__ inline void mn_grad_zero_above(mn_grad_matrices &matrices, const mn_g
     *(uint4 *)(matrices.A_beta + place) = make_uint4(0, 0, 0, 0);
 }
 
+/* The steps of a chunk: all, or of its halves the first, which makes its matrices, and the second,
+ * which finds them. */
+enum mn_grad_step { MN_GRAD_ALL, MN_GRAD_FIRST, MN_GRAD_SECOND };
+
+template <mn_grad_step STEP>
+using mn_grad_step_of = cuda::std::integral_constant<mn_grad_step, STEP>;
+
+/* Gradients of P and A of a chunk, in their place. */
+template <int KT>
+__device__ inline void mn_grad_make_matrices(mn_grad_sm90_smem<KT> &smem, mn_grad_chunk &chunk,
+                                             const mn_grad_acc<KT> &sum, float scale, int n,
+                                             const mn_grad_coord &at) {
+    mn_mbarrier_wait(&smem.matrices_full, n & 1);
+    mn_grad_pairs<KT>(chunk, sum, scale, at, [&](int t, int s) {
+        const unsigned place = mn_tile_swizzle(t, s / 8) + s % 8 * 2;
+        return mn_grad_known((const unsigned *)(smem.matrices.P + place),
+                             (const unsigned *)(smem.matrices.A + place));
+    });
+}
+
 /* What is left of a chunk once all value columns are in `sum`; `adds`: to the gradients of heads in
  * front of it. */
-template <int KT, bool GROUPED>
+template <int KT, bool GROUPED, mn_grad_step STEP>
 __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad_acc<KT> &sum,
                                             float end, const mn_delta_params &job,
                                             const mn_grad_coord &at, int iter, bool adds) {
@@ -377,21 +440,21 @@ __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad
                             smem.sums[slot] };
     end = mn_warp_sum(end);
     if (threadIdx.x % 32 == 0) chunk.sums.end[threadIdx.x / 32] = end;
-    mn_mbarrier_wait(&smem.matrices_full, iter & 1);
-    mn_grad_pairs<KT>(chunk, sum, job.scale, at, [&](int t, int s) {
-        const unsigned place = mn_tile_swizzle(t, s / 8) + s % 8 * 2;
-        return mn_grad_known((const unsigned *)(smem.matrices.P + place),
-                             (const unsigned *)(smem.matrices.A + place));
-    });
+    if constexpr (STEP != MN_GRAD_SECOND) {
+        mn_grad_make_matrices<KT>(smem, chunk, sum, job.scale,
+                                  mn_grad_matrices_of<STEP != MN_GRAD_ALL>(iter), at);
+    }
     mn_grad_states<KT>(chunk, sum, mn_shared_u32(keys.e), job.scale, at);
-    mn_grad_zero_above(smem.matrices, at);
-    mn_fence_proxy_async();
-    mn_grad_sync();
+    if constexpr (STEP != MN_GRAD_SECOND) {
+        mn_grad_zero_above(smem.matrices, at);
+        mn_fence_proxy_async();
+        mn_grad_sync();
+    }
     mn_grad_wgmma_intra_chunk<KT>(chunk, sum, at);
     mn_grad_scale_writes<KT>(chunk, sum, job, chunk.log_decays.beta, mn_shared_u32(keys.e), at);
     if (!GROUPED) mn_grad_sync();    // gradients take the place of keys
     mn_fence_proxy_async();
-    mn_mbarrier_arrive_warp(&smem.matrices_empty);
+    if (STEP != MN_GRAD_FIRST) mn_mbarrier_arrive_warp(&smem.matrices_empty);
     mn_grad_stage_out<KT>(out.q, sum.q, GROUPED && adds, at);
     mn_grad_stage_out<KT>(out.e, sum.e, GROUPED && adds, at);
     mn_fence_proxy_async();
@@ -400,7 +463,7 @@ __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad
 }
 
 /* The gradients of chunk `iter` of the block; `n` tiles of value columns are behind it. */
-template <int KT, bool DV, bool GROUPED>
+template <int KT, bool DV, bool GROUPED, mn_grad_step STEP>
 __device__ inline void mn_grad_consume_chunk(mn_grad_sm90_smem<KT> &smem,
                                              const mn_delta_params &job, int iter, int n,
                                              bool adds) {
@@ -413,22 +476,32 @@ __device__ inline void mn_grad_consume_chunk(mn_grad_sm90_smem<KT> &smem,
     float end[2] = {};
     for (int i = 0; i < tiles; i++, n++) {
         mn_mbarrier_wait(&smem.stage_full[n % 2], n / 2 & 1);
-        mn_grad_wgmma_values<KT, DV>(sum, end, smem.stage[n % 2], at);
+        mn_grad_wgmma_values<KT, DV, STEP != MN_GRAD_SECOND>(sum, end, smem.stage[n % 2], at);
         mn_mbarrier_arrive_warp(&smem.stage_empty[n % 2]);
     }
     mn_mbarrier_wait(&smem.keys_full[iter % 2], iter / 2 & 1);
-    mn_grad_finish_chunk<KT, GROUPED>(smem, sum, end[0] + end[1], job, at, iter, adds);
+    mn_grad_finish_chunk<KT, GROUPED, STEP>(smem, sum, end[0] + end[1], job, at, iter, adds);
 }
 
 template <int KT, int HALVES, bool REDO, bool DV, bool GROUPED>
 __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
                                         int64_t n_units) {
+    constexpr int apart = mn_grad_halves_apart<HALVES, GROUPED>;
     const int tiles = (int)(job.padded_v / 64), heads = mn_grad_heads<GROUPED>(job);
     int iter = 0;
     for (int64_t index = blockIdx.x; index < n_units; index += gridDim.x) {
-        if (REDO && mn_grad_first_record<REDO, GROUPED>(job, index / HALVES) < 0) continue;
-        for (int head = 0; head < heads; head++, iter++) {
-            mn_grad_consume_chunk<KT, DV, GROUPED>(smem, job, iter, iter * tiles, head > 0);
+        if (REDO && mn_grad_first_record<REDO, GROUPED>(job, index / apart) < 0) continue;
+        const auto consume = [&](auto step, bool adds) {
+            mn_grad_consume_chunk<KT, DV, GROUPED, step>(smem, job, iter, iter * tiles, adds);
+            iter++;
+        };
+        if constexpr (mn_grad_in_turn<HALVES, GROUPED>) {
+            consume(mn_grad_step_of<MN_GRAD_FIRST>{}, false);
+            consume(mn_grad_step_of<MN_GRAD_SECOND>{}, false);
+        } else {
+            for (int head = 0; head < heads; head++) {
+                consume(mn_grad_step_of<MN_GRAD_ALL>{}, head > 0);
+            }
         }
     }
 }
@@ -446,42 +519,53 @@ __device__ inline void mn_grad_put_tokens(const mn_out &view, const mn_grad_coor
     if (t + 1 < at.count) mn_put(to + view.stride[1], y);
 }
 
+/* What a lane of this warp has of its two tokens; of writes, and of the chunk's end by warps. */
+struct mn_grad_tokens {
+    float beta[2], G[2], written, end;
+
+    /* += the sums of a step. Registers are few here, so that nothing is unrolled. */
+    __device__ void add(const mn_grad_sums &sums, bool with_matrices) {
+        const int lane = threadIdx.x % 32, t = 2 * lane;
+#pragma unroll 1
+        for (int i = 0; i < 4; i++) {
+            beta[0] += sums.beta[i][t], beta[1] += sums.beta[i][t + 1];
+            written += sums.write[i][t] + sums.write[i][t + 1];
+        }
+#pragma unroll 1
+        for (int i = 0; i < 4; i++) {
+            float x = sums.G[i][t], y = sums.G[i][t + 1];
+            if (with_matrices) {
+                x += sums.rows[i][t] - sums.columns[i][t];
+                y += sums.rows[i][t + 1] - sums.columns[i][t + 1];
+            }
+            G[0] += x, G[1] += y;
+        }
+        if (lane < MN_DELTA_GRAD_WARPS) end += sums.end[lane];
+    }
+};
+
 /* dbeta and dg of a chunk, by one warp, of which a lane has two tokens: dg_t = sum over s >= t of
- * dG_s + dG_end; for a decay per head the chunk's sum of dg goes to workspace.whole. Registers are
- * few here, so that nothing is unrolled. */
-__device__ inline void mn_grad_store_tokens(const mn_delta_params &job, const mn_grad_sums &sums,
+ * dG_s + dG_end; for a decay per head the chunk's sum of dg goes to workspace.whole. */
+__device__ inline void mn_grad_store_tokens(const mn_delta_params &job, const mn_grad_tokens &sums,
                                             float cum_decay, const mn_grad_coord &at) {
     const int lane = threadIdx.x % 32, t = 2 * lane;
-    float x = 0.0f, y = 0.0f, written = 0.0f;
-#pragma unroll 1
-    for (int i = 0; i < 4; i++) {
-        x += sums.beta[i][t], y += sums.beta[i][t + 1];
-        written += sums.write[i][t] + sums.write[i][t + 1];
-    }
-    mn_grad_put_tokens(job.p.grad.beta, at, x, y);
-    x = y = 0.0f;
-#pragma unroll 1
-    for (int i = 0; i < 4; i++) {
-        x += sums.G[i][t] + (sums.rows[i][t] - sums.columns[i][t]);
-        y += sums.G[i][t + 1] + (sums.rows[i][t + 1] - sums.columns[i][t + 1]);
-    }
-    float behind = x + y;    // sums from this lane's tokens to the end
+    mn_grad_put_tokens(job.p.grad.beta, at, sums.beta[0], sums.beta[1]);
+    float behind = sums.G[0] + sums.G[1];    // sums from this lane's tokens to the end
 #pragma unroll 1
     for (int step = 1; step < 32; step <<= 1) {
         const float other = __shfl_down_sync(0xffffffffu, behind, step);
         if (lane + step < 32) behind += other;
     }
     const float later = __shfl_down_sync(0xffffffffu, behind, 1);
-    const float both = lane < MN_DELTA_GRAD_WARPS ? sums.end[lane] : 0.0f;
-    const float end = fmaf(cum_decay, mn_warp_sum(both), mn_warp_sum(written));
-    x = behind + end, y = (lane < 31 ? later : 0.0f) + y + end;
+    const float end = fmaf(cum_decay, mn_warp_sum(sums.end), mn_warp_sum(sums.written));
+    const float x = behind + end, y = (lane < 31 ? later : 0.0f) + sums.G[1] + end;
     if (job.p.decay == MN_DECAY_TOKEN) mn_grad_put_tokens(job.p.grad.g, at, x, y);
     const float whole = mn_warp_sum((t < at.count ? x : 0.0f) + (t + 1 < at.count ? y : 0.0f));
     if (lane == 0) job.workspace.whole[at.index] = whole;
 }
 
-/* What a half of a chunk's channels has of dG and dbeta, for delta_reduce_grads; what passes inside
- * the chunk is the first one's. */
+/* What a half of a chunk's channels, a unit, has of dG and dbeta, for delta_reduce_grads; what
+ * passes inside the chunk is the first one's. */
 __device__ inline void mn_grad_store_half(mn_delta_partial &part, const mn_grad_sums &sums,
                                           float cum_decay, bool first) {
     const int lane = threadIdx.x % 32;
@@ -528,10 +612,13 @@ __device__ inline void mn_grad_store_tile(const mn_out &view, const CUtensorMap 
     }
 }
 
-/* Takes the sums of chunk `iter` from the warps that multiply and, `stores`, gradients of keys. */
+/* Takes the sums of chunk `iter` from the warps that multiply and, `stores`, gradients of keys. In
+ * turn `sums` are kept from a chunk's first half to its second. */
 template <int KT, int HALVES, bool GROUPED>
 __device__ inline void mn_grad_take_chunk(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
-                                          const mn_grad_tma_maps &maps, int iter, bool stores) {
+                                          const mn_grad_tma_maps &maps, int iter, bool stores,
+                                          mn_grad_tokens &sums) {
+    constexpr bool in_turn = mn_grad_in_turn<HALVES, GROUPED>;
     const int slot = iter % 2, phase = iter / 2 & 1;
     mn_mbarrier_wait(&smem.keys_full[slot], phase);
     mn_mbarrier_wait(&smem.sums_full[slot], phase);
@@ -543,13 +630,16 @@ __device__ inline void mn_grad_take_chunk(mn_grad_sm90_smem<KT> &smem, const mn_
         mn_grad_store_tile<KT>(job.p.grad.q, maps.dq, out.q, job, at, h);
         mn_grad_store_tile<KT>(job.p.grad.e, maps.de, out.e, job, at, h);
     }
-    if constexpr (HALVES > 1) {
+    if constexpr (HALVES > 1 && !in_turn) {
         mn_delta_partial *parts = (mn_delta_partial *)job.workspace.parts;
         const int64_t half = at.channel0 / KT;
         parts += mn_delta_records(job) * half + at.index;
         mn_grad_store_half(*parts, smem.sums[slot], cum_decay, half == 0);
     } else {
-        mn_grad_store_tokens(job, smem.sums[slot], cum_decay, at);
+        const bool first = !in_turn || iter % 2 == 0, last = !in_turn || iter % 2 > 0;
+        if (first) sums = {};
+        sums.add(smem.sums[slot], first);
+        if (last) mn_grad_store_tokens(job, sums, cum_decay, at);
     }
     mn_tma_store_wait_read();
     mn_fence_proxy_async();
@@ -559,12 +649,15 @@ __device__ inline void mn_grad_take_chunk(mn_grad_sm90_smem<KT> &smem, const mn_
 template <int KT, int HALVES, bool REDO, bool GROUPED>
 __device__ inline void mn_grad_token_sums(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
                                           const mn_grad_tma_maps &maps, int64_t n_units) {
-    const int heads = mn_grad_heads<GROUPED>(job);
+    constexpr int apart = mn_grad_halves_apart<HALVES, GROUPED>;
+    const int steps = mn_grad_steps<HALVES, GROUPED>(job);
+    mn_grad_tokens sums = {};
     int iter = 0;
     for (int64_t index = blockIdx.x; index < n_units; index += gridDim.x) {
-        if (REDO && mn_grad_first_record<REDO, GROUPED>(job, index / HALVES) < 0) continue;
-        for (int head = 0; head < heads; head++, iter++) {
-            mn_grad_take_chunk<KT, HALVES, GROUPED>(smem, job, maps, iter, head == heads - 1);
+        if (REDO && mn_grad_first_record<REDO, GROUPED>(job, index / apart) < 0) continue;
+        for (int step = 0; step < steps; step++, iter++) {
+            const bool stores = !GROUPED || step == steps - 1;
+            mn_grad_take_chunk<KT, HALVES, GROUPED>(smem, job, maps, iter, stores, sums);
         }
     }
 }
@@ -574,12 +667,12 @@ __device__ inline void mn_grad_token_sums(mn_grad_sm90_smem<KT> &smem, const mn_
 /* DV: dX is dv.
  *
  * Grid: as many blocks of 18 warps as there are processors, block b has units b, b + grid, ... of
- * n_units = slots * H, GROUPED: slots * J, or halves of twice as many.
+ * n_units = slots * H, GROUPED: slots * J, with 256 channels halves of twice as many.
  * Loads   P, A (64,64), S, D (V,KT), R, dX (V,64) and the decays of the workspace, do (64,V), q and
  *         e (64,KT), for each chunk.
  * Stores  grad.q, grad.e (64,KT), GROUPED of (B,T,J,K), grad.beta and grad.g (64) where given;
- *         the sum of dg in workspace.whole. HALVES: parts of dbeta and dg in workspace.parts
- *         instead. */
+ *         the sum of dg in workspace.whole. GROUPED with 256 channels: parts of dbeta and dg in
+ *         workspace.parts instead. */
 template <int KT, int HALVES, bool REDO, bool DV, bool GROUPED>
 __global__ void __launch_bounds__(MN_GRAD_SM90_THREADS, 1)
 delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
@@ -673,7 +766,8 @@ inline int mn_delta_grad_sm90_by(const mn_delta_params &job, const mn_grad_tma_m
                                  int64_t records, cudaStream_t stream) {
     constexpr int KT = KP < 128 ? KP : 128, HALVES = KP / KT;
     const int64_t heads = GROUPED && !job.cuts ? job.p.call.H / job.p.call.J : 1;
-    const int64_t n = mn_delta_grad_blocks(job, records) / heads * HALVES;
+    const int64_t n =
+        mn_delta_grad_blocks(job, records) / heads * mn_grad_halves_apart<HALVES, GROUPED>;
     const int64_t blocks = mn_min(n, (int64_t)mn_device_props_current().processors);
     const auto kernel = job.cuts       ? delta_grad_sm90_kernel<KT, HALVES, true, false, GROUPED>
                         : job.dX_is_dv ? delta_grad_sm90_kernel<KT, HALVES, false, true, GROUPED>
