@@ -599,7 +599,7 @@ struct gate_scan {
             for (int n = 0; n < EACH; n++) {
                 const int tile = tile_of(first, n), t = tile * TOKENS + threadIdx.x % TOKENS;
                 part[n] = { 0.0f, 0.0f };
-                if (tile < end && t < length) part[n] = from[t * heads];
+                if (tile < end && t < length) part[n] = from[t];
             }
 #pragma unroll
             for (int n = 0; n < EACH; n++) sums[n].x += part[n].x, sums[n].y += part[n].y;
@@ -772,6 +772,8 @@ typedef mma_path::block<4, 16> fwd_block;
 typedef mma_path::block<4, 8> fwd_block_half;
 typedef mma_path::block<8, 16> fwd_block_k128;
 typedef mma_path::block<8, 8> fwd_block_k128_half;
+typedef mma_path::block<4, 8, true> fwd_block_ready;
+typedef mma_path::block<8, 8, true> fwd_block_k128_ready;
 typedef mma_path::block<4, 16> bwd_block;
 typedef mma_path::block<4, 8> bwd_block_half;
 
@@ -784,16 +786,18 @@ static_assert(sizeof(mma_path::fwd_smem<fwd_block_k128_half>) >=
 /* How a call is cut into blocks, and how many tokens lie between the states that are kept for going
  * back. `slices`: blocks along the columns go back one after the other, each adding to what those
  * before it have of dk and dq; `crossed`: of dv and db, too (see launch_slice). The same sums.
- * `parts`: of each sequence, which blocks read at once (see sequence_part). */
+ * `parts`: of each sequence, which blocks read at once (see sequence_part). `keys_ready`: factors
+ * of keys are made by a kernel of their own. */
 struct partition {
     int64_t slots, columns, span;
     bool mma_path, serialized, diagonal;
     int parts;
+    bool keys_ready;
 };
 
 template <typename Block>
 static partition partition_of_block(int64_t span, bool mma_path) {
-    return { Block::SLOTS, Block::COLUMNS, span, mma_path, false, false, 1 };
+    return { Block::SLOTS, Block::COLUMNS, span, mma_path, false, false, 1, false };
 }
 
 /* Whether a block may have so much shared memory. */
@@ -827,6 +831,11 @@ static bool can_serialize(const mn_call *call, const partition &by) {
     return across * mn_ceil_div(down, processors) == mn_ceil_div(across * down, processors);
 }
 
+/* Whether sequences have tiles enough to pay for a kernel of 2.6 us that makes keys' factors. */
+static bool is_long(const mn_call *call) {
+    return mn_tile_slots(*call, TOKENS) >= 16 * mn_n_spans(*call);
+}
+
 static partition choose_partition(const mn_importance_args *p, bool backward) {
     const bool spread = backward ? p->cot.ovar.data != NULL : p->ovar.data != NULL;
     const size_t workspace = backward ? sizeof(mma_path::bwd_smem<bwd_block>) :
@@ -846,6 +855,9 @@ static partition choose_partition(const mn_importance_args *p, bool backward) {
         partition narrow = tall ? partition_of_block<fwd_block_k128_half>(TOKENS, true) :
                                   partition_of_block<fwd_block_half>(TOKENS, true);
         if (underfills_gpu(&p->call, narrow)) narrow.parts = 2;
+        narrow.keys_ready = mn_device_is_sm90() && is_long(&p->call) &&
+                            has_smem(sizeof(mma_path::fwd_smem<fwd_block_k128_ready>)) &&
+                            has_smem(sizeof(mma_path::fwd_smem<fwd_block_ready>));
         return narrow;
     }
     if (p->call.K <= SHORT_KEY) return partition_of_block<short_block>(cell_path::SPAN, false);
@@ -866,10 +878,18 @@ static bool workspace_sizes(int64_t (&counts)[N_BUFFERS], const mn_importance_ar
     const int64_t thread_groups = mn_ceil_div(call->K, by.slots);
     const int64_t across = mn_ceil_div(call->V, by.columns);
     int64_t rows, blocks, heads;
+    const size_t factors = by.slots == fwd_block::SLOTS ?
+                               sizeof(mma_path::key_factors<fwd_block_ready>) :
+                               sizeof(mma_path::key_factors<fwd_block_k128_ready>);
     for (int64_t &count : counts) count = 0;
     if (by.mma_path &&
         (!mn_mul_i64(&counts[DECAYS], mn_tile_slots(*call, TOKENS), call->H) ||
          !mn_mul_i64(&counts[DECAYS], counts[DECAYS], sizeof(mma_path::gates) / sizeof(float)))) {
+        return false;
+    }
+    if (by.keys_ready &&
+        (!mn_mul_i64(&counts[KEYS_MADE], mn_tile_slots(*call, TOKENS), call->H * thread_groups) ||
+         !mn_mul_i64(&counts[KEYS_MADE], counts[KEYS_MADE], factors / sizeof(float)))) {
         return false;
     }
     bool ok = mn_mul_i64(&rows, mn_cell_rows_of(call), 2 * call->H) &&
@@ -930,27 +950,47 @@ static int compute_gates(mma_path::gates **gates, const mn_importance_args *p, c
     return mn_launch_status();
 }
 
+/* The same and, for such blocks, factors of keys. */
+template <typename Block>
+static int compute_keys(mma_path::gates **gates, const mn_importance_args *p, const workspace &to,
+                        cudaStream_t stream) {
+    if constexpr (Block::KEYS_READY) {
+        const int64_t count = mn_tile_slots(p->call, TOKENS) * p->call.H;
+        typedef mma_path::key_factors<Block> factors;
+        *gates = (mma_path::gates *)to.at[DECAYS];
+        if (count == 0) return cudaSuccess;
+        const dim3 blocks(mn_blocks(count, 1), mn_blocks(p->call.K, Block::SLOTS));
+        mma_path::importance_keys_kernel<Block><<<blocks, mma_path::KEY_THREADS, 0, stream>>>(
+            *p, *gates, (factors *)to.at[KEYS_MADE], mma_path::FORWARD_UNIT);
+        return mn_launch_status();
+    } else {
+        return compute_gates(gates, p, to, mma_path::FORWARD_UNIT, stream);
+    }
+}
+
 template <typename Block>
 static int forward_mma_of(const mn_importance_args *p, const workspace &to, const partition &by,
                      cudaStream_t stream) {
     mma_path::gates *gates;
-    const int code = compute_gates(&gates, p, to, mma_path::FORWARD_UNIT, stream);
+    const int code = compute_keys<Block>(&gates, p, to, stream);
     if (code != cudaSuccess) return code;
     const int64_t n_rows = mn_cell_rows_of(&p->call) * p->call.H;
     return mn_launch_smem(mma_path::importance_fwd_kernel<Block>, blocks_of(&p->call, by),
                           Block::THREADS + mma_path::producer_warps<Block>::THREADS,
-                          sizeof(mma_path::fwd_smem<Block>), stream, *p, gates, to.at[SUMS],
-                          n_rows, by.parts);
+                          sizeof(mma_path::fwd_smem<Block>), stream, *p, gates,
+                          (const void *)to.at[KEYS_MADE], to.at[SUMS], n_rows, by.parts);
 }
 
 static int forward_mma(const mn_importance_args *p, const workspace &to, const partition &by,
                        cudaStream_t stream) {
     if (by.slots == fwd_block::SLOTS) {
         if (by.columns == fwd_block::COLUMNS) return forward_mma_of<fwd_block>(p, to, by, stream);
+        if (by.keys_ready) return forward_mma_of<fwd_block_ready>(p, to, by, stream);
         return forward_mma_of<fwd_block_half>(p, to, by, stream);
     }
     if (by.columns == fwd_block_k128::COLUMNS) return forward_mma_of<fwd_block_k128>(p, to, by,
                                                                                      stream);
+    if (by.keys_ready) return forward_mma_of<fwd_block_k128_ready>(p, to, by, stream);
     return forward_mma_of<fwd_block_k128_half>(p, to, by, stream);
 }
 

@@ -25,9 +25,9 @@ enum {
 static __device__ const float min_importance = 1e-37f;
 
 /* The work space of a call, each part behind the other: parts of o, ovar or dv, db; what decays
- * make of tiles; states in front of spans; parts of dk, dq; of dg; of dip; of dg for each tile and
- * for each sequence. */
-enum { SUMS, DECAYS, STATES, KEY_PARTS, GATES, PRIORS, ALONG, EDGES, N_BUFFERS };
+ * make of tiles; factors of keys made before; states in front of spans; parts of dk, dq; of dg; of
+ * dip; of dg for each tile and for each sequence. */
+enum { SUMS, DECAYS, KEYS_MADE, STATES, KEY_PARTS, GATES, PRIORS, ALONG, EDGES, N_BUFFERS };
 
 struct workspace {
     float *at[N_BUFFERS];

@@ -91,9 +91,9 @@ struct alignas(16) grad_view {
     }
 };
 
-/* What a block of a head leaves for dg and dip (importance.cu): for each token v'dv +
- * b'db and the sum of pull mu, for each tile what its warps have of S in front of it, and sums of
- * C behind the last token and of what goes to the prior from the first state. */
+/* What a block of a head leaves for dg and dip (importance.cu): for each token, one head's behind
+ * another's, v'dv + b'db and the sum of pull mu, for each tile what its warps have of S in front of
+ * it, and sums of C behind the last token and of what goes to the prior from the first state. */
 template <typename Block>
 struct partials_of {
     float2 *gates, *edge;
@@ -103,7 +103,7 @@ struct partials_of {
     __device__ partials_of(const mn_importance_args &p, const workspace &to, const place &at,
                         int64_t n_rows, int64_t n_blocks, int64_t block) {
         const int64_t H = p.call.H, slot = mn_cell_first_slot(p.call, at.n, TOKENS);
-        const int64_t row = (at.span.b * p.call.T + at.span.t0) * H + at.h;
+        const int64_t row = at.h * (n_rows / H) + at.span.b * p.call.T + at.span.t0;
         tile_stride = H * n_blocks * Block::WARPS;
         gates = (float2 *)to.at[GATES] + block * n_rows + row;
         along = to.at[ALONG] + ((slot * H + at.h) * n_blocks + block) * Block::WARPS;
@@ -141,7 +141,7 @@ struct grad_targets {
     grad_view<mn_bf16> keys[2], lines[2];
     float2 *gates;       // of the sequence's first token
     float *along;        // of its first tile
-    unsigned token_stride, tile_stride;
+    unsigned tile_stride;
     float scale, ip;     // scale: of dq
 
     /* By the producer_warps' first thread. */
@@ -160,7 +160,7 @@ struct grad_targets {
         if (producer_warps<Block>::own() != 0) return;
         const partials_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
                                     blockIdx.z * gridDim.x + blockIdx.x);
-        gates = parts.gates, token_stride = (unsigned)H;
+        gates = parts.gates;
         along = parts.along, tile_stride = (unsigned)parts.tile_stride;
         scale = (float)p.scale, ip = at.ip;
         for (int i = 0; i < 2; i++) {
@@ -177,13 +177,13 @@ struct grad_targets {
 
 /* What warps exchange of a chunk: sums over their slots or columns of dq and dk, of dv and
  * -db, and lanes' sums of pull mu over cells, of token t those whose number is t more than a
- * multiple of 4 (warps are a bank apart). Of a tile: lanes' shares of S in front of it. */
+ * multiple of 4 (warps are a bank apart). */
 template <typename Block>
 struct alignas(16) chunk_smem {
-    float keys[Block::ACROSS][2][HALF][Block::SLOTS + PAD];
-    float lines[Block::GROUPS][2][HALF][Block::COLUMNS + PAD];
+    static constexpr int KEY_PITCH = Block::SLOTS + PAD, LINE_PITCH = Block::COLUMNS + PAD;
+    float keys[Block::ACROSS][2][HALF][KEY_PITCH];
+    float lines[Block::GROUPS][2][HALF][LINE_PITCH];
     float spread[Block::WARPS][HALF / 4 * 32 + 1];
-    float starts[Block::WARPS][32];
 };
 
 /* The lane's share of a product with ones: depths 2 c and 2 c + 1 of column g. */
@@ -192,18 +192,65 @@ __device__ __forceinline__ unsigned identity() {
     return row_lane() % 2 ? 0x3f800000u : 0x00003f80u;
 }
 
+/* What a thread has to know of where things lie, in words, which is the same for all tiles: working
+ * it out takes more than a read. `rows` and `columns`, by the group of slots or columns: what
+ * token_scan reads. */
+template <typename Block>
+struct alignas(16) lane_table {
+    typedef chunk_smem<Block> sums;
+    typedef token_scan<Block, BACKWARD_PASS> scan;
+
+    /* Where its sums of a chunk go, two neighbours' of its first token: tokens of a lane lie 4
+     * slots or columns wide of each other's banks, those of the upper half in what the lower leaves
+     * free. Which of loaded numbers its factors are; its identity(). */
+    struct alignas(16) lane_share {
+        unsigned sums[2], factor, one;
+    };
+
+    /* What the warp adds to these, of slots and of columns. */
+    struct alignas(16) warp_share {
+        unsigned keys, lines, slot, column;
+    };
+
+    typename scan::column_places columns[Block::ACROSS][32];
+    typename scan::row_places rows[Block::GROUPS][32];
+    lane_share lanes[32];
+    warp_share warps[Block::WARPS];
+
+    __device__ void open(const tile<Block, BACKWARD_PASS> &in, unsigned thread) {
+        constexpr unsigned PITCH = sums::KEY_PITCH, PART = 2 * HALF * PITCH;
+        constexpr unsigned LOADED = rows_of<Block::SLOTS, true>::PITCH;
+        static_assert(Block::SLOTS == Block::COLUMNS, "one place of a lane for both");
+        const unsigned warp = thread / 32, lane = thread % 32;
+        const unsigned group = warp % Block::GROUPS, across = warp / Block::GROUPS;
+        if (across == 0) rows[group][lane] = scan::places_of_rows(in, group * GROUP);
+        if (group == 0) columns[across][lane] = scan::places_of_columns(in, across * GROUP);
+        if (lane == 0) {
+            warps[warp] = { across * PART + group * GROUP, group * PART + across * GROUP,
+                            group * GROUP, across * GROUP };
+        }
+        if (warp > 0) return;
+        const unsigned own = lane / 8 * 4 + lane / 4 % 2, flip = lane & 2;
+        const unsigned token = lane % 4 * 2 * PITCH;
+        lanes[lane] = { { token + own + flip, token + own + (2 ^ flip) },
+                        lane / 4 * LOADED + lane % 4 * 4, identity() };
+    }
+};
+
 /* Tiles take turns: a tile's factors have two stages, what was loaded for it three, as it is still
- * read when its sums are stored. `full`: a tile can be scanned; `left`: it has been; `sums_full`:
- * all warps have stored their sums of a chunk; `sums_empty`: half of them have read them, twice a
- * tile. */
+ * read when its sums are stored. `full`: a tile can be scanned; `left`: it has been, and its
+ * gradients are stored; `sums_full`: all warps have stored their sums of a chunk; `sums_empty`:
+ * half of them have read them, twice a tile. */
 template <typename Block>
 struct bwd_smem {
     tile<Block, BACKWARD_PASS> in[2];
     tile_stage<Block, BACKWARD_PASS> staged[3];
     float4 states[2][SETS][Block::THREADS];    // in front of the tile and the next one
     chunk_smem<Block> chunk;
+    lane_table<Block> table;
+    float2 gate_parts[2][TOKENS][32];    // lanes' shares of what `gates` gets of tiles' tokens,
+    float starts[2][Block::WARPS][32];   // and of S in front of tiles
     float reduce[32];
-    unsigned ones[32];    // a lane's identity()
     typename tile_loader<Block, BACKWARD_PASS, producer_warps<Block>>::sources from;
     grad_targets to;
     uint64_t full[2], left, sums_full, sums_empty;
@@ -212,7 +259,7 @@ struct bwd_smem {
     __device__ void open() {
         in[0].open();
         in[1].open();
-        if (threadIdx.x < 32) ones[threadIdx.x] = identity();
+        if (threadIdx.x < Block::THREADS) table.open(in[0], threadIdx.x);
         if (threadIdx.x != 0) return;
         mn_mbarrier_init(&full[0], producer_warps<Block>::THREADS + 1);    // and the state
         mn_mbarrier_init(&full[1], producer_warps<Block>::THREADS + 1);
@@ -254,7 +301,7 @@ struct chunk_frags {
 struct chunk_acc {
     float dq[4], value[4], write[4], dv[4], db[4];
     float spread[HALF / 4];    // sums of pull mu: of four tokens, lanes taking turns
-    mn_bf16 k[4];              // of what dq, value and write are for
+    unsigned k[2];             // pairs of what dq, value and write are for
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -263,14 +310,13 @@ struct chunk_acc {
         }
     }
 
-    /* k, before it is waited for; `first`: token, `slot`: of the warp. */
-    template <typename Keys>
-    __device__ __forceinline__ void fetch(const Keys &keys, int slot, int first) {
-        const unsigned lane = thread_rematerialized() % 32, own = lane / 8 * 4 + lane / 4 % 2;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            k[i] = keys.at[first + lane % 4 * 2 + i % 2][slot + own + 2 * (i / 2)];
-        }
+    /* k as sums have it, from the factor whose columns are tokens. */
+    __device__ __forceinline__ void set_keys(uint2 keys) {
+        k[0] = turned(keys.x), k[1] = turned(keys.y);
+    }
+
+    __device__ __forceinline__ float key(int i) const {
+        return i % 2 == 0 ? low_half(k[i / 2]) : high_half(k[i / 2]);
     }
 
     /* The adjoints behind the chunk to all of its tokens. */
@@ -287,16 +333,16 @@ struct chunk_acc {
     }
 };
 
-/* X and Y of a token, number t of its chunk: factors whose depth is columns. */
+/* X of a token, number t of its chunk, then Y: factors whose depth is columns. All that X is for
+ * comes first, so that Y takes its registers. */
 struct token_adjoint {
-    unsigned X[4], Y[4];
+    unsigned X[4], means[4];
 
     /* From the state behind it, `c`; of the products of its means with do of all tokens, its own
      * is dq. Returns the sum of pull mu. */
     __device__ __forceinline__ float read(chunk_acc &sums, int t, const state_frag &c,
                                           const float (&reads)[2][4], uint2 cot) {
         float pull[2][4], mu[2][4], sum = 0.0f;
-        unsigned means[4];
 #pragma unroll
         for (int n = 0; n < 8; n++) {
             const float over = mn_rcp_ftz(c.I[n / 4][n % 4]);
@@ -306,30 +352,29 @@ struct token_adjoint {
         }
         frag_of_acc(X, pull[0], pull[1]);
         frag_of_acc(means, mu[0], mu[1]);
-#pragma unroll
-        for (int n = 0; n < 4; n++) Y[n] = bf16x2_mul(X[n], means[n]);
         mma_k16_column(sums.dq, means, cot, t);
         return sum;
     }
 
-    /* To the adjoints in front of the chunk. */
-    __device__ __forceinline__ void put(state_frag &adj, unsigned ones) const {
+    /* X becomes Y. */
+    __device__ __forceinline__ void weigh() {
 #pragma unroll
-        for (int n = 0; n < 2; n++) {
-            mn_mma_bf16_k8(adj.M[n], make_uint2(X[2 * n], X[2 * n + 1]), ones);
-            mn_mma_bf16_k8(adj.I[n], make_uint2(Y[2 * n], Y[2 * n + 1]), ones);
-        }
+        for (int n = 0; n < 4; n++) X[n] = bf16x2_mul(X[n], means[n]);
     }
 
-    /* To those tokens whose factors are not zero. */
-    __device__ __forceinline__ void put(chunk_acc &sums, const chunk_frags &f) const {
+    /* To the adjoints in front of the chunk, and to those tokens whose factors, of columns and of
+     * slots, are not zero. */
+    __device__ __forceinline__ void put(float (&adj)[2][4], unsigned ones, float (&of_slots)[4],
+                                        uint2 columns, float (&of_columns)[4],
+                                        uint2 slots) const {
         unsigned other[4];
-        mma_k16(sums.value, X, f.v);
-        mma_k16(sums.write, Y, f.b);
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            mn_mma_bf16_k8(adj[n], make_uint2(X[2 * n], X[2 * n + 1]), ones);
+        }
+        mma_k16(of_slots, X, columns);
         turn(other, X);
-        mma_k16(sums.dv, other, f.k);
-        turn(other, Y);
-        mma_k16(sums.db, other, f.square);
+        mma_k16(of_columns, other, slots);
     }
 };
 
@@ -348,24 +393,25 @@ __device__ __forceinline__ unsigned exp_bf16x2(float x) {
 }
 
 /* Tokens first .. first + HALF: their share of all gradients, and the adjoints in front of them
- * from those behind them. `adj` has D and -C, `c` the state in front; `one`: ones of a product;
+ * from those behind them. `adj` has D and -C, `c` the state in front; `slot_factor`,
+ * `column_factor`: places among loaded numbers (lane_table), `one`: ones of a product;
  * midway(): what is done between two of them. */
 template <typename Block, bool RESCALE, typename Midway>
 __device__ __forceinline__ void chunk_bwd(chunk_acc &sums, state_frag &adj, state_frag &c,
                                            const tile_stage<Block, BACKWARD_PASS> &staged,
-                                               int first,
-                                           unsigned one, const token_scan<Block,
-                                               BACKWARD_PASS> &along,
+                                               int first, unsigned slot_factor,
+                                           unsigned column_factor, unsigned one,
+                                           const token_scan<Block, BACKWARD_PASS> &along,
                                            const Midway &midway) {
     const float *base = staged.g.base;
-    const unsigned warp = thread_rematerialized() / 32;
-    const int slot = warp % Block::GROUPS * GROUP + 4 * column_lane();
-    const int column = warp / Block::GROUPS * GROUP + 4 * column_lane();
     const int own = first + row_lane();
-    const uint2 k = staged.slots[0].get(own, slot), v = staged.columns[0].get(own, column);
-    const chunk_frags all = { v, staged.columns[1].get(own, column), k,
+    const uint2 k = *(const uint2 *)(staged.slots[0].at[first] + slot_factor);
+    const auto column = [&](int kind) {
+        return *(const uint2 *)(staged.columns[kind].at[first] + column_factor);
+    };
+    const chunk_frags all = { column(0), column(1), k,
                                 make_uint2(bf16x2_mul(k.x, k.x), bf16x2_mul(k.y, k.y)) };
-    const uint2 cot = staged.columns[2].get(own, column);
+    const uint2 cot = column(2);
     const float behind = RESCALE ? base[first + HALF - 1] : 0.0f;
     const float before = RESCALE && first > 0 ? base[first - 1] : 0.0f;
     sums.clear();
@@ -375,7 +421,7 @@ __device__ __forceinline__ void chunk_bwd(chunk_acc &sums, state_frag &adj, stat
 #pragma unroll
     for (int t = 0; t < HALF; t++) {
         if (t == HALF / 2) midway();
-        if (t + 1 == HALF) sums.fetch(staged.slots[0], slot - 4 * column_lane(), first);
+        if (t + 1 == HALF) sums.set_keys(k);
         unsigned ones = one;
         token_adjoint now;
         float reads[2][4];
@@ -389,31 +435,42 @@ __device__ __forceinline__ void chunk_bwd(chunk_acc &sums, state_frag &adj, stat
         }
         if (t % 4 == 3) sums.spread[t / 4] = sum_by_halves<2>(sum[0], sum[1]);
         if (RESCALE) ones = bf16x2_mul(ones, exp_bf16x2(base[first + t] - before));
-        now.put(adj, ones);
         chunk_frags f = all.where(row_lane() <= t);
         if (RESCALE) f = f.times(row_lane() <= t ? exp_bf16x2(base[first + t] - base[own]) : 0);
-        now.put(sums, f);
+        now.put(adj.M, ones, sums.value, f.v, sums.dv, f.k);
+        now.weigh();
+        now.put(adj.I, ones, sums.write, f.b, sums.db, f.square);
     }
 }
 
-/* A warp's sums to shared memory. Tokens of a lane lie 4 slots or columns wide of each other's
- * banks, those of the upper half in what the lower leaves free. */
+/* A warp's sums to shared memory. */
 template <typename Block>
-__device__ __forceinline__ void store_sums(chunk_smem<Block> &r, const chunk_acc &sums) {
-    const unsigned thread = thread_rematerialized(), group = thread / 32 % Block::GROUPS;
-    const unsigned across = thread / 32 / Block::GROUPS, lane = thread % 32;
-    const unsigned flip = lane & 2, own = lane / 8 * 4 + lane / 4 % 2;
+__device__ __forceinline__ void store_sums(bwd_smem<Block> &r, const chunk_acc &sums) {
+    typedef chunk_smem<Block> all;
+    const unsigned thread = thread_rematerialized();
+    const uint2 lane = *(const uint2 *)r.table.lanes[thread % 32].sums;
+    const uint2 warp = *(const uint2 *)&r.table.warps[thread / 32].keys;
+    float *const keys = &r.chunk.keys[0][0][0][0] + warp.x;
+    float *const lines = &r.chunk.lines[0][0][0][0] + warp.y;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const unsigned t = lane % 4 * 2 + i % 2, at = own + (2 * (i / 2) ^ flip);
-        r.keys[across][0][t][group * GROUP + at] = sums.dq[i];
-        r.keys[across][1][t][group * GROUP + at] = fmaf(-2.0f * mn_float(sums.k[i]),
-                                                        sums.write[i], sums.value[i]);
-        r.lines[group][0][t][across * GROUP + at] = sums.dv[i];
-        r.lines[group][1][t][across * GROUP + at] = sums.db[i];
+        float *key = keys + (i < 2 ? lane.x : lane.y) + i % 2 * all::KEY_PITCH;
+        float *line = lines + (i < 2 ? lane.x : lane.y) + i % 2 * all::LINE_PITCH;
+        key[0] = sums.dq[i];
+        key[HALF * all::KEY_PITCH] = fmaf(-2.0f * sums.key(i), sums.write[i], sums.value[i]);
+        line[0] = sums.dv[i];
+        line[HALF * all::LINE_PITCH] = sums.db[i];
     }
 #pragma unroll
-    for (int i = 0; i < HALF / 4; i++) r.spread[thread / 32][i * 32 + lane] = sums.spread[i];
+    for (int i = 0; i < HALF / 4; i++) {
+        r.chunk.spread[thread / 32][i * 32 + thread % 32] = sums.spread[i];
+    }
+}
+
+/* x here and no sooner: what has been asked for is not waited for before what comes first. */
+__device__ __forceinline__ float not_before(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
 }
 
 /* What a warp makes of a token from all warps' sums: half of the lanes have dq or dv, the others dk
@@ -421,6 +478,7 @@ __device__ __forceinline__ void store_sums(chunk_smem<Block> &r, const chunk_acc
 template <typename Block>
 struct token_sums {
     static_assert(Block::SLOTS == 64 && Block::COLUMNS == 64, "four for each of 16 lanes");
+    float keys[4], lines[4], spread;    // sums over the warps; this lane's part of sum pull mu
 
     __device__ __forceinline__ static int kind() {
         return (int)(thread_rematerialized() % 32 / 16);
@@ -444,93 +502,75 @@ struct token_sums {
         }
     };
 
+    /* Token t of the chunk: all that is read of what warps have told each other. */
+    __device__ __forceinline__ void read(const chunk_smem<Block> &r, int t) {
+        add(keys, r.keys, t);
+        add(lines, r.lines, t);
+        const unsigned lane = thread_rematerialized() % 32, four = (unsigned)t / 4;
+        spread = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < Block::WARPS; warp += 4) {    // eight lanes of each have it
+            spread += r.spread[warp + lane / 8][four * 32 + lane % 8 * 4 + (unsigned)t % 4];
+        }
+    }
+
     /* Sums over the parts of one kind at token t of the chunk, of four neighbours. */
     template <int PARTS, int PITCH>
     __device__ __forceinline__ static void add(float (&x)[4],
                                                const float (&parts)[PARTS][2][HALF][PITCH], int t) {
         const float *from = &parts[0][kind()][t][first()];
+        mn_load<4>(x, from, 0);
 #pragma unroll
-        for (int part = 0; part < PARTS; part++) mn_cell_add(x, from + part * 2 * HALF * PITCH);
+        for (int part = 1; part < PARTS; part++) mn_cell_add(x, from + part * 2 * HALF * PITCH);
         if (t < HALF / 2) return;
-        const float low[2] = { x[0], x[1] };    // as store_sums has turned them
+        const float low[2] = { x[0], x[1] };    // as lane_table has turned them
         x[0] = x[2], x[1] = x[3], x[2] = low[0], x[3] = low[1];
     }
 
     /* dq or dk. */
-    __device__ __forceinline__ static void put_keys(const bwd_smem<Block> &r, launch_slice now,
-                                                    const float (&before)[4], float over, int row,
-                                                    unsigned token) {
-        float x[4] = {};
-        add(x, r.chunk.keys, row % HALF);
+    __device__ __forceinline__ void put_keys(const bwd_smem<Block> &r, launch_slice now,
+                                             const float (&before)[4], float over,
+                                             unsigned token) const {
+        float x[4];
         const float by = kind() == 0 ? r.to.scale : over;
 #pragma unroll
-        for (int i = 0; i < 4; i++) x[i] = 0.0f + before[i] + x[i] * by;
+        for (int i = 0; i < 4; i++) x[i] = 0.0f + not_before(before[i]) + keys[i] * by;
         if (now.is_last()) r.to.keys[kind()].put(x, token, first());
         else r.to.key_partials[kind()].put(x, token, first());
     }
 
     /* dv or db; returns this lane's part of v'dv + b'db. */
-    __device__ __forceinline__ static float put_lines(const bwd_smem<Block> &r,
-                                                      launch_slice now,
-                                                      const tile_stage<Block,
-                                                          BACKWARD_PASS> &staged,
-                                                      const float (&before)[4], float over, int row,
-                                                      unsigned token) {
-        float x[4] = {}, gate_grad = 0.0f;
-        add(x, r.chunk.lines, row % HALF);
+    __device__ __forceinline__ float put_lines(const bwd_smem<Block> &r, launch_slice now,
+                                               const tile_stage<Block, BACKWARD_PASS> &staged,
+                                               const float (&before)[4], float over, int row,
+                                               unsigned token) const {
+        float x[4], gate_grad = 0.0f;
         const uint2 own = staged.columns[kind()].get(row, first());
         const float inputs[4] = { low_half(own.x), high_half(own.x), low_half(own.y),
                                  high_half(own.y) };
         const float by = kind() == 0 ? over : -over;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            x[i] *= by;
+            x[i] = lines[i] * by;
             gate_grad = fmaf(inputs[i], x[i], gate_grad);
-            x[i] = 0.0f + before[i] + x[i];
+            x[i] = 0.0f + not_before(before[i]) + x[i];
         }
         if (now.is_last_lines()) r.to.lines[kind()].put(x, token, first());
         else r.to.line_partials[kind()].put(x, token, first());
         return gate_grad;
     }
 
-    /* This lane's part of the sum of pull mu. */
-    __device__ __forceinline__ static float spread(const chunk_smem<Block> &r, int t) {
-        const unsigned lane = thread_rematerialized() % 32, four = (unsigned)t / 4;
-        float sum = 0.0f;
-#pragma unroll
-        for (int warp = 0; warp < Block::WARPS; warp += 4) {    // eight lanes of each have it
-            sum += r.spread[warp + lane / 8][four * 32 + lane % 8 * 4 + (unsigned)t % 4];
-        }
-        return sum;
-    }
-
-    __device__ __forceinline__ static void put(const bwd_smem<Block> &r, launch_slice now,
-                                               const tile_stage<Block, BACKWARD_PASS> &staged,
-                                               const earlier &before, int row,
-                                               unsigned token) {
+    __device__ __forceinline__ void put(bwd_smem<Block> &r, launch_slice now,
+                                        const tile_stage<Block, BACKWARD_PASS> &staged,
+                                        const earlier &before, int row, int turn,
+                                        unsigned token) const {
         const float over = staged.g.over[row];
-        put_keys(r, now, before.keys, over, row, token);
+        put_keys(r, now, before.keys, over, token);
         const float gate_grad = put_lines(r, now, staged, before.lines, over, row, token);
-        float both[2] = { gate_grad, spread(r.chunk, row % HALF) * over };
-        mn_cell_reduce_half<1>(both, 16);    // lanes of the lower half, and of the upper one
-#pragma unroll
-        for (int by = 8; by > 0; by /= 2) both[0] += __shfl_xor_sync(0xffffffffu, both[0], by);
-        if (thread_rematerialized() % 16 != 0) return;
-        float2 *to = r.to.gates + (uint64_t)token * r.to.token_stride;
-        ((float *)to)[thread_rematerialized() / 16 % 2] = both[0];
+        r.gate_parts[turn][row][thread_rematerialized() % 32] = make_float2(gate_grad,
+                                                                           spread * over);
     }
 };
-
-/* S in front of a tile to what the scan of gates reads, from the shares of two warps: half of its
- * WARPS places, zeros to the others. */
-template <typename Block>
-__device__ __forceinline__ void store_gate_start(const bwd_smem<Block> &r, int pair, int tile) {
-    const unsigned lane = thread_rematerialized() % 32;
-    const float(&shares)[Block::WARPS][32] = r.chunk.starts;
-    const float sum = mn_warp_sum(shares[2 * pair][lane] + shares[2 * pair + 1][lane]);
-    float *to = r.to.along + (uint64_t)(unsigned)tile * r.to.tile_stride + pair;
-    if (lane < 2) to[lane * (Block::WARPS / 2)] = lane == 0 ? sum : 0.0f;
-}
 
 /* Whether this warp is one of those that put a chunk's gradients, and its token of the tile. */
 template <typename Block>
@@ -540,22 +580,23 @@ __device__ __forceinline__ bool has_row(int &row, int chunk) {
     return row / HALF == chunk;
 }
 
-/* The gradients of a chunk's tokens from all warps' sums, once they have stored them, and with the
- * first chunk, which comes last, S in front of the tile. `first`: the tile's first token,
- * `n_rows`: of those from there on. */
+/* The gradients of a chunk's tokens from all warps' sums, once they have stored them. Others may
+ * store their next ones as soon as these have been read. `first`: the tile's first token, `n_rows`:
+ * of those from there on, `turn`: its place of two. */
 template <typename Block>
 __device__ __forceinline__ void store_chunk(bwd_smem<Block> &r, launch_slice now,
                                           const tile_stage<Block, BACKWARD_PASS> &staged, int chunk,
-                                          int first, int n_rows) {
+                                          int turn, int first, int n_rows) {
     int row;
     if (!has_row<Block>(row, chunk)) return;
     const unsigned token = (unsigned)(first + row);
     const bool exists = token < (unsigned)(first + n_rows);    // and not kept until it is put
     const typename token_sums<Block>::earlier before(r.to, now, exists, token);
     mn_mbarrier_wait(&r.sums_full, chunk ^ 1);
-    if (row < n_rows) token_sums<Block>::put(r, now, staged, before, row, token);
-    if (chunk == 0) store_gate_start<Block>(r, row, first / TOKENS);
+    token_sums<Block> own;
+    own.read(r.chunk, row % HALF);
     mn_mbarrier_arrive(&r.sums_empty);
+    if (row < n_rows) own.put(r, now, staged, before, row, turn, token);
     if (chunk == 0) mn_mbarrier_arrive(&r.left);
 }
 
@@ -646,7 +687,11 @@ template <typename Block>
 __device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, launch_slice now,
                                          int third, int turn, int tile, int length,
                                          const float *front) {
-    token_scan<Block, BACKWARD_PASS> along(r.in[turn]);
+    const unsigned thread = thread_rematerialized();
+    const auto &table = r.table;
+    token_scan<Block, BACKWARD_PASS> along(
+        r.in[turn], table.rows[thread / 32 % Block::GROUPS][thread % 32],
+        table.columns[thread / 32 / Block::GROUPS][thread % 32]);
     const tile_stage<Block, BACKWARD_PASS> &staged = r.staged[third];
     state_frag c;
     c.load(front, SET_STRIDE<Block>);
@@ -657,26 +702,30 @@ __device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, la
 #pragma unroll 1
     for (int chunk = 1; chunk >= 0; chunk--, passed = again(passed), along.move(-HALF)) {
         chunk_acc sums;
-        const unsigned one = r.ones[threadIdx.x % 32];
+        const auto lane = r.table.lanes[threadIdx.x % 32];
+        const auto warp = r.table.warps[threadIdx.x / 32];
+        const unsigned slot = lane.factor + warp.slot, column = lane.factor + warp.column;
         const int from = third - chunk, first = (tile + chunk) * TOKENS;    // of the chunk behind
         const auto midway = [&]() {
             if (first >= length) return;
-            store_chunk<Block>(r, now, r.staged[from < 0 ? 2 : from], chunk ^ 1, first,
-                               length - first);
+            store_chunk<Block>(r, now, r.staged[from < 0 ? 2 : from], chunk ^ 1, turn ^ chunk,
+                               first, length - first);
         };
         if (chunk == 0) c.load(front, SET_STRIDE<Block>);
         if (read_again(r.in[turn].heads) == 0) {
-            chunk_bwd<Block, false>(sums, adj, c, staged, chunk * HALF, one, along, midway);
+            chunk_bwd<Block, false>(sums, adj, c, staged, chunk * HALF, slot, column, lane.one,
+                                    along, midway);
         } else {
-            chunk_bwd<Block, true>(sums, adj, c, staged, chunk * HALF, one, along, midway);
+            chunk_bwd<Block, true>(sums, adj, c, staged, chunk * HALF, slot, column, lane.one,
+                                   along, midway);
         }
         if (passed++ > 0) {
             const unsigned thread = thread_rematerialized();
             c.load(front, SET_STRIDE<Block>);
-            r.chunk.starts[thread / 32][thread % 32] = gate_start_share(r.to.ip, adj, c);
+            (&r.starts[turn][0][0])[thread] = gate_start_share(r.to.ip, adj, c);
         }
         mn_mbarrier_wait(&r.sums_empty, chunk);
-        store_sums<Block>(r.chunk, sums);
+        store_sums<Block>(r, sums);
         mn_mbarrier_arrive(&r.sums_full);
     }
 }
@@ -711,7 +760,8 @@ __device__ __forceinline__ void consumer_loop(bwd_smem<Block> &r, const mn_impor
             third = third == 2 ? 0 : third + 1;
         }
         if (n_tiles > 0) {
-            store_chunk<Block>(r, now, r.staged[third == 0 ? 2 : third - 1], 0, 0, length);
+            store_chunk<Block>(r, now, r.staged[third == 0 ? 2 : third - 1], 0, turn ^ 1, 0,
+                               length);
         }
         float first = mn_warp_sum(store_state0_grads<Block>(adj, p, at));
         behind = mn_warp_sum(behind);
@@ -748,6 +798,39 @@ __device__ __forceinline__ void prefetch_earlier(const grad_targets &to, launch_
     else if (now.accumulates_lines()) to.line_partials[kind].prefetch_l2(token, (int)first);
 }
 
+/* Sums over lanes of what warps have left of a tile whose gradients are stored: for the scan of
+ * gates, of four tokens by each of the producer_warps, and S in front of it, of which that has a
+ * place for each warp of the block: four of them here, three zeros. */
+template <typename Block>
+__device__ __forceinline__ void store_gate_parts(const bwd_smem<Block> &r, int turn, int tile,
+                                                 int length) {
+    static_assert(producer_warps<Block>::THREADS == 8 * TOKENS, "a warp for four tokens");
+    const unsigned own = producer_warps<Block>::own(), four = own / 32 * 4, lane = own % 32;
+    float x[8], share[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 part = r.gate_parts[turn][four + i][lane];
+        x[i] = part.x, x[4 + i] = part.y;
+    }
+    mn_load<4>(share, &r.starts[turn][0][0] + own * 4, 0);
+    mn_cell_reduce_half<4>(x, 16);    // lanes of the lower half, and of the upper one
+    mn_cell_reduce_half<2>(x, 8);
+    mn_cell_reduce_half<1>(x, 4);
+    float start = (share[0] + share[1]) + (share[2] + share[3]);
+#pragma unroll
+    for (int by = 16; by > 0; by /= 2) {
+        if (by < 4) x[0] += __shfl_xor_sync(0xffffffffu, x[0], by);
+        start += __shfl_xor_sync(0xffffffffu, start, by);
+    }
+    if (lane < 4) {
+        float *to = r.to.along + (uint64_t)(unsigned)tile * r.to.tile_stride;
+        to[four + lane] = lane == 0 ? start : 0.0f;
+    }
+    const unsigned token = (unsigned)tile * TOKENS + four + lane / 4 % 4;
+    if (lane % 4 != 0 || token >= (unsigned)length) return;
+    ((float *)(r.to.gates + token))[lane / 16] = x[0];
+}
+
 /* The producer_warps' way: while a tile is scanned, the one in front of it is made ready and the
  * next one is on its way. Both have the shared memory of tiles that have been left. */
 template <typename Block>
@@ -773,13 +856,20 @@ __device__ __forceinline__ void producer_loop(bwd_smem<Block> &r, const mn_impor
             const int after = third == 2 ? 0 : third + 1;
             next::wait();
             meet(BAR_PRODUCERS, next::THREADS);
-            if (i + 2 < n_tiles) mn_mbarrier_wait(&r.left, turn);
+            if (i + 2 < n_tiles) {
+                mn_mbarrier_wait(&r.left, turn);
+                store_gate_parts(r, turn, i + 2, length);
+            }
             if (next::is_first()) load_state(r, turn, i);
             prefetch_earlier<Block>(r.to, now, i, length);
             if (i > 0) next::fetch(r.staged[after], r.from, i - 1, length);
             next::put(r.in[turn], r.staged[third], r.to.scale);
             mn_mbarrier_arrive(&r.full[turn]);
             turn ^= 1, third = after;
+        }
+        for (int i = min(n_tiles, 2) - 1; i >= 0; i--) {
+            mn_mbarrier_wait(&r.left, turn ^ (i == 0));
+            store_gate_parts(r, turn ^ (i == 0), i, length);
         }
         meet(BAR_ALL, Block::THREADS + producer_warps<Block>::THREADS);
     }

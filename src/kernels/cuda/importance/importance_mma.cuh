@@ -17,6 +17,7 @@
 #include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/prim/mma_bf16.cuh"
 #include "kernels/cuda/prim/sync.cuh"
+#include "kernels/cuda/prim/tma.cuh"
 
 namespace mneme::importance::mma_path {
 
@@ -60,10 +61,14 @@ __device__ __forceinline__ unsigned thread_rematerialized() {
     return again(threadIdx.x);
 }
 
-/* A block: GROUPS of its warps lie along the slots, the others along the columns. */
-template <int GROUPS_, int WARPS_>
+/* A block: GROUPS of its warps lie along the slots, the others along the columns. KEYS_READY:
+ * forward it takes the factors of keys from memory, where a kernel has put them for all of its
+ * kind: blocks of few columns would each make the same ones, which took most of the time where
+ * tiles are only passed. */
+template <int GROUPS_, int WARPS_, bool KEYS_READY_ = false>
 struct block {
     static constexpr int GROUPS = GROUPS_, WARPS = WARPS_, ACROSS = WARPS / GROUPS;
+    static constexpr bool KEYS_READY = KEYS_READY_;
     static constexpr int THREADS = 32 * WARPS, SLOTS = GROUP * GROUPS, COLUMNS = GROUP * ACROSS;
     static constexpr int PER_PROCESSOR = 16 / WARPS;    // as registers go forward and back
 
@@ -283,16 +288,11 @@ __device__ __forceinline__ unsigned find_rescales(float &base, float &before, fl
     return heads;
 }
 
-/* The gates of all tiles, where M' and I' are counted in 1 / unit: those of head h in tile slot i
- * are number i H + h. */
-static __global__ void __launch_bounds__(GATES_PER_BLOCK *TOKENS)
-importance_gates_kernel(const __grid_constant__ mn_importance_args p, gates *all, float unit) {
+/* The gates of a tile of head h by half a warp, where M' and I' are counted in 1 / unit; `to`:
+ * nullptr if it has none. */
+__device__ inline void make_gates(gates *to, const mn_importance_args &p, const mn_tile_span &tile,
+                                  int64_t h, float unit) {
     const int t = threadIdx.x % TOKENS;
-    const int64_t count = mn_tile_slots(p.call, TOKENS) * p.call.H;
-    const int64_t item = blockIdx.x * (int64_t)GATES_PER_BLOCK + threadIdx.x / TOKENS;
-    const int64_t h = item % p.call.H;
-    mn_tile_span tile = {};
-    if (item < count) tile = mn_tile_at(p.call, TOKENS, item / p.call.H);
     const bool exists = t < tile.n_rows;
     float log = 0.0f, before;
     if (exists) log = *mn_row<float>(p.g, tile.span.b, tile.span.t0 + tile.first + t, h);
@@ -314,13 +314,22 @@ importance_gates_kernel(const __grid_constant__ mn_importance_args p, gates *all
         const float earlier = __shfl_up_sync(0xffffffffu, so_far, by, TOKENS);
         if (t >= by) so_far += earlier;
     }
-    if (item >= count) return;
-    gates &to = all[item];
-    to.a[t] = expf(log), to.forget[t] = forget, to.over[t] = over * unit;
-    to.base[t] = base, to.step[t] = expf(sum - before);
-    to.fresh[t] = mn_bf16_split(fresh);
-    if (t == HALF - 1) to.early = so_far;
-    if (t == TOKENS - 1) to.rest = expf(sum - base), to.heads = heads, to.whole = so_far;
+    if (!to) return;
+    to->a[t] = expf(log), to->forget[t] = forget, to->over[t] = over * unit;
+    to->base[t] = base, to->step[t] = expf(sum - before);
+    to->fresh[t] = mn_bf16_split(fresh);
+    if (t == HALF - 1) to->early = so_far;
+    if (t == TOKENS - 1) to->rest = expf(sum - base), to->heads = heads, to->whole = so_far;
+}
+
+/* Those of all tiles: head h's in tile slot i are number i H + h. */
+static __global__ void __launch_bounds__(GATES_PER_BLOCK *TOKENS)
+importance_gates_kernel(const __grid_constant__ mn_importance_args p, gates *all, float unit) {
+    const int64_t count = mn_tile_slots(p.call, TOKENS) * p.call.H;
+    const int64_t item = blockIdx.x * (int64_t)GATES_PER_BLOCK + threadIdx.x / TOKENS;
+    mn_tile_span tile = {};
+    if (item < count) tile = mn_tile_at(p.call, TOKENS, item / p.call.H);
+    make_gates(item < count ? all + item : nullptr, p, tile, item % p.call.H, unit);
 }
 
 /* ---- numbers of a tile ----------------------------------------------------------------------- */
@@ -410,6 +419,31 @@ struct alignas(16) factors {
     }
 };
 
+__device__ __forceinline__ void unpack_bf16(float (&x)[4], uint2 pairs) {
+    x[0] = low_half(pairs.x), x[1] = high_half(pairs.x);
+    x[2] = low_half(pairs.y), x[3] = high_half(pairs.y);
+}
+
+/* Factors of four neighbours among token t's keys; `over`: 1 / A. */
+template <typename Factors>
+__device__ __forceinline__ void put_keys(Factors &to, uint2 keys, float over, int t, int slot) {
+    float x[4];
+    unpack_bf16(x, keys);
+    unsigned key[4], weight[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float scaled = x[i] * over;
+        key[i] = mn_bf16_split(scaled);
+        weight[i] = mn_bf16_split(x[i] * scaled);
+    }
+    to.put(t, KEY_FACTOR, slot, key);
+    to.put(t, WEIGHT_FACTOR, slot, weight);
+}
+
+/* Whether a pass finds the factors of slots made. */
+template <typename Block, pass PASS>
+constexpr bool TAKES_KEYS = Block::KEYS_READY && PASS == FORWARD_PASS;
+
 template <typename Block, pass PASS>
 struct tile {
     factors<Block::SLOTS, PASS == BACKWARD_PASS ? 3 : 2> slots;
@@ -419,7 +453,7 @@ struct tile {
 
     /* What does not change from tile to tile. */
     __device__ void open() {
-        slots.clear();
+        if (!TAKES_KEYS<Block, PASS>) slots.clear();
         columns.clear();
         if (threadIdx.x < TOKENS) columns.store_last(threadIdx.x, 0x3f803f80u);
     }
@@ -441,9 +475,14 @@ struct alignas(16) rows_of {
 template <typename Block, pass PASS>
 struct tile_stage {
     static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
+    static constexpr bool KEYS = !TAKES_KEYS<Block, PASS>;
     gates g;
-    rows_of<Block::SLOTS, READS> slots[READS ? 2 : 1];        // k, q
-    rows_of<Block::COLUMNS, READS> columns[BACK ? 3 : 2];    // v, b, do
+    rows_of<Block::SLOTS, READS> slots[KEYS && READS ? 2 : 1];    // k, q
+    rows_of<Block::COLUMNS, READS> columns[BACK ? 3 : 2];        // v, b, do
+
+    __device__ __forceinline__ const rows_of<Block::SLOTS, READS> &queries() const {
+        return slots[KEYS && READS ? 1 : 0];
+    }
 };
 
 __device__ __forceinline__ void cp_async_16(void *to, const void *from) {
@@ -507,14 +546,15 @@ struct sources {
  * constants: tiles are whole multiples of the threads. */
 template <typename Block, pass PASS, typename Threads = all_warps<Block>>
 struct tile_loader {
+    typedef tile_stage<Block, PASS> smems;
     static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
     static constexpr int SLOT_COPIES = Block::SLOTS * TOKENS / COPY_VEC;
     static constexpr int COLUMN_COPIES = Block::COLUMNS * TOKENS / COPY_VEC;
-    static constexpr int SLOT_KINDS = READS ? 2 : 1, COLUMN_KINDS = BACK ? 3 : 2;
-    static constexpr int SLOT_KINDS_SPLIT = BACK ? 2 : 1;    // into factors
+    static constexpr bool KEYS = smems::KEYS;
+    static constexpr int SLOT_KINDS = KEYS && READS ? 2 : 1, COLUMN_KINDS = BACK ? 3 : 2;
+    static constexpr int SLOT_KINDS_SPLIT = BACK ? 2 : KEYS ? 1 : 0;    // into factors
     static constexpr int N_COPIES = SLOT_KINDS * SLOT_COPIES + COLUMN_KINDS * COLUMN_COPIES;
     static constexpr int THREADS = Threads::THREADS, EACH = (N_COPIES + THREADS - 1) / THREADS;
-    typedef tile_stage<Block, PASS> smems;
     typedef sources<SLOT_KINDS + COLUMN_KINDS> sources;
 
     __device__ static bool is_first() {
@@ -526,8 +566,8 @@ struct tile_loader {
                                 const gates *all) {
         const int64_t s0 = Block::slot0(), v0 = Block::column0(), K = p.call.K, V = p.call.V;
         if (!is_first()) return;
-        from.of[0].open(p.k, at, s0, K);
-        if (READS) from.of[1].open(p.q, at, s0, K);
+        if (KEYS) from.of[0].open(p.k, at, s0, K);
+        if (READS) from.of[SLOT_KINDS - 1].open(p.q, at, s0, K);
         from.of[SLOT_KINDS].open(p.v, at, v0, V);
         from.of[SLOT_KINDS + 1].open(p.b, at, v0, V);
         if (BACK) from.of[SLOT_KINDS + 2].open(p.cot.o, at, v0, V);
@@ -556,9 +596,10 @@ struct tile_loader {
         }
     };
 
-    /* Tile `index` of a sequence of `length` tokens; nothing behind its end. */
+    /* Tile `index` of a sequence of `length` tokens; nothing behind its end. `passed`: of a tile
+     * that is not read, queries are left out where keys are not loaded either. */
     __device__ __forceinline__ static void fetch(smems &to, const sources &from, int index,
-                                                 int length) {
+                                                 int length, bool passed = false) {
         const int t0 = index * TOKENS, n_rows = min(length - t0, (int)TOKENS);
         const unsigned thread = Threads::own();
         if (n_rows <= 0) return;
@@ -572,6 +613,7 @@ struct tile_loader {
         for (int n = 0; n < EACH; n++) {
             const unsigned i = n * THREADS + thread;
             if ((n + 1) * THREADS > N_COPIES && i >= N_COPIES) continue;
+            if (!KEYS && n * THREADS < SLOT_COPIES && passed && i < SLOT_COPIES) continue;
             const piece own = piece::at(to, from, i);
             const stream::head rows = own.of->copies();
             const bool copies = own.row < n_rows && own.column < rows.copied;
@@ -618,7 +660,7 @@ struct tile_loader {
         constexpr int SLOT_SHARES = SLOT_KINDS_SPLIT * SLOT_QUADS / THREADS;
         constexpr int ALL = COLUMN_KINDS * QUADS, SHARES = (ALL + THREADS - 1) / THREADS;
         constexpr int PER_SLOT = Block::SLOTS / 4, PER_COLUMN = Block::COLUMNS / 4;
-        uint2 of_slots[SLOT_SHARES], of_columns[SHARES];    // reads pass no writes by themselves
+        uint2 of_slots[SLOT_SHARES + 1], of_columns[SHARES];  // reads pass no writes by themselves
 #pragma unroll
         for (int n = 0; n < SLOT_SHARES; n++) {
             const unsigned i = n * THREADS % SLOT_QUADS + thread, kind = n * THREADS / SLOT_QUADS;
@@ -628,7 +670,9 @@ struct tile_loader {
         for (int n = 0; n < SLOT_SHARES; n++) {
             const unsigned i = n * THREADS % SLOT_QUADS + thread;
             const unsigned row = i / PER_SLOT, slot = i % PER_SLOT * 4;
-            if (n * THREADS < SLOT_QUADS) put_keys(to, of_slots[n], staged.g.over[row], row, slot);
+            if (n * THREADS < SLOT_QUADS) {
+                put_keys(to.slots, of_slots[n], staged.g.over[row], row, slot);
+            }
             else if constexpr (BACK) store_queries(to, of_slots[n], row, slot, scale);
         }
 #pragma unroll
@@ -644,7 +688,7 @@ struct tile_loader {
             store_columns(to, of_columns[n], i / QUADS, own / PER_COLUMN, own % PER_COLUMN * 4);
         }
         if (thread < TOKENS) {
-            to.slots.store_last(thread, staged.g.fresh[thread]);
+            if (KEYS) to.slots.store_last(thread, staged.g.fresh[thread]);
             to.step[thread] = staged.g.step[thread];
             to.rest = staged.g.rest, to.heads = staged.g.heads;
             to.early = staged.g.early, to.whole = staged.g.whole;
@@ -652,21 +696,6 @@ struct tile_loader {
     }
 
 private:
-    __device__ __forceinline__ static void put_keys(tile<Block, PASS> &to, uint2 keys, float over,
-                                                    int t, int slot) {
-        float x[4];
-        unpack_bf16(x, keys);
-        unsigned key[4], weight[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float scaled = x[i] * over;
-            key[i] = mn_bf16_split(scaled);
-            weight[i] = mn_bf16_split(x[i] * scaled);
-        }
-        to.slots.put(t, KEY_FACTOR, slot, key);
-        to.slots.put(t, WEIGHT_FACTOR, slot, weight);
-    }
-
     __device__ __forceinline__ static void store_queries(tile<Block, PASS> &to, uint2 queries,
                                                          int t, int slot, float scale) {
         float x[4];
@@ -675,11 +704,6 @@ private:
 #pragma unroll
         for (int i = 0; i < 4; i++) query[i] = mn_bf16_split(scale * x[i]);
         to.slots.put(t, QUERY_FACTOR, slot, query);
-    }
-
-    __device__ __forceinline__ static void unpack_bf16(float (&x)[4], uint2 pairs) {
-        x[0] = low_half(pairs.x), x[1] = high_half(pairs.x);
-        x[2] = low_half(pairs.y), x[3] = high_half(pairs.y);
     }
 
     __device__ __forceinline__ static void store_columns(tile<Block, PASS> &to, uint2 x, int number,
@@ -699,6 +723,7 @@ struct token_scan {
     static constexpr bool TRANS = PASS == FORWARD_PASS;
     const tile<Block, PASS> &in;
     const unsigned *rows, *mean, *weight, *read;
+    const unsigned *row_fours, *column_fours;    // for pass()
 
     /* Words from a tile's beginning to what a lane reads of it: places that the compiler keeps and
      * does not make again for each tile. */
@@ -718,6 +743,39 @@ struct token_scan {
         rows = front + at.rows, mean = front + at.mean, weight = front + at.weight;
     }
 
+    /* Words from a tile's beginning to what a lane of a warp reads of slots, and of columns, when
+     * it goes back; `four`: of four tokens. */
+    struct alignas(8) row_places {
+        unsigned rows, four;
+    };
+
+    struct alignas(16) column_places {
+        unsigned mean, weight, read, four;
+    };
+
+    __device__ static row_places places_of_rows(const tile<Block, PASS> &in, int slot) {
+        const unsigned *front = (const unsigned *)&in;
+        return { (unsigned)(in.slots.rows(slot) - front),
+                 (unsigned)(in.slots.four(KEY_FACTOR, slot) - front) };
+    }
+
+    __device__ static column_places places_of_columns(const tile<Block, PASS> &in, int column) {
+        const unsigned *front = (const unsigned *)&in;
+        return { (unsigned)(in.columns.mean(column) - front),
+                 (unsigned)(in.columns.weight(column) - front),
+                 (unsigned)(in.columns.read(column) - front),
+                 (unsigned)(in.columns.four(VALUE_FACTOR, column) - front) };
+    }
+
+    __device__ __forceinline__ token_scan(const tile<Block, PASS> &of, row_places of_rows,
+                                          column_places of_columns)
+        : in(of) {
+        const unsigned *front = (const unsigned *)&in;
+        rows = front + of_rows.rows, row_fours = front + of_rows.four;
+        mean = front + of_columns.mean, weight = front + of_columns.weight;
+        read = front + of_columns.read, column_fours = front + of_columns.four;
+    }
+
     __device__ explicit token_scan(const tile<Block, PASS> &of) : in(of) {
         const unsigned warp = thread_rematerialized() / 32;
         const unsigned slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
@@ -725,6 +783,8 @@ struct token_scan {
         mean = TRANS ? in.slots.mean(slot) : in.columns.mean(column);
         weight = TRANS ? in.slots.weight(slot) : in.columns.weight(column);
         if constexpr (PASS == BACKWARD_PASS) read = in.columns.read(column);
+        row_fours = in.slots.four(KEY_FACTOR, slot);
+        column_fours = in.columns.four(VALUE_FACTOR, column);
     }
 
     /* Tokens are counted from `by` more on. */
@@ -757,12 +817,8 @@ struct token_scan {
             for (int t = first; t < first + count; t++) advance<true>(c, t);
             return;
         }
-        const unsigned warp = thread_rematerialized() / 32;
-        const unsigned slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
-        const unsigned *keys = in.slots.four(KEY_FACTOR, slot);
-        const unsigned *weights = in.slots.four(WEIGHT_FACTOR, slot);
-        const unsigned *values = in.columns.four(VALUE_FACTOR, column);
-        const unsigned *writes = in.columns.four(WRITE_FACTOR, column);
+        const unsigned *keys = row_fours, *weights = keys + slot_factors::PITCH;
+        const unsigned *values = column_fours, *writes = values + column_factors::PITCH;
 #pragma unroll
         for (int t = first; t < first + count; t += 4) {
             const uint2 key = slot_factors::get(keys, t), weight = slot_factors::get(weights, t);
@@ -785,6 +841,61 @@ struct token_scan {
     }
 };
 
+/* ---- keys' factors made before --------------------------------------------------------------- */
+
+template <typename Block>
+using key_factors = decltype(tile<Block, FORWARD_PASS>::slots);
+
+/* Four neighbours of token `t` of a tile from slot s on; zeros where there are none. */
+__device__ inline uint2 keys_at(const mn_importance_args &p, const mn_tile_span &tile, int64_t h,
+                                int t, int64_t s) {
+    mn_bf16 x[4];
+    const int64_t left = t < tile.n_rows ? p.call.K - s : 0;
+    if (left <= 0) return make_uint2(0, 0);
+    const mn_bf16 *k =
+        mn_row<mn_bf16>(p.k, tile.span.b, tile.span.t0 + tile.first + t, h) + s;
+    if (left >= 4 && (uintptr_t)k % sizeof(uint2) == 0) return *(const uint2 *)k;
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = i < left ? k[i] : mn_bf16(0.0f);
+    return make_uint2(mn_bf16x2_of(mn_float(x[0]), mn_float(x[1])),
+                      mn_bf16x2_of(mn_float(x[2]), mn_float(x[3])));
+}
+
+enum { KEY_THREADS = 256 };
+
+/* Gates and factors of keys of all tiles: those of slots from z Block::SLOTS on, of head h in tile
+ * slot i, are number (i H + h) gridDim.y + z. */
+template <typename Block>
+__global__ void __launch_bounds__(KEY_THREADS)
+importance_keys_kernel(const __grid_constant__ mn_importance_args p, gates *all,
+                       key_factors<Block> *keys, float unit) {
+    __shared__ gates own;
+    const int64_t h = blockIdx.x % p.call.H;
+    const mn_tile_span tile = mn_tile_at(p.call, TOKENS, blockIdx.x / p.call.H);
+    const int thread = threadIdx.x;
+    constexpr int QUADS = Block::SLOTS / 4, EACH = QUADS * TOKENS / KEY_THREADS;
+    static_assert(EACH * KEY_THREADS == QUADS * TOKENS, "no rest");
+    uint2 loaded[EACH];    // on their way while gates are made
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+        const int i = n * KEY_THREADS + thread, slot = i % QUADS * 4;
+        loaded[n] = keys_at(p, tile, h, i / QUADS, blockIdx.y * (int64_t)Block::SLOTS + slot);
+    }
+    if (thread < 32) make_gates(thread < TOKENS ? &own : nullptr, p, tile, h, unit);
+    __syncthreads();
+    key_factors<Block> &to = keys[blockIdx.x * (int64_t)gridDim.y + blockIdx.y];
+    if (blockIdx.y == 0 && thread < (int)(sizeof(gates) / sizeof(uint4))) {
+        ((uint4 *)(all + blockIdx.x))[thread] = ((const uint4 *)&own)[thread];
+    }
+    to.clear();
+    if (thread < TOKENS) to.store_last(thread, own.fresh[thread]);
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+        const int i = n * KEY_THREADS + thread, t = i / QUADS;
+        put_keys(to, loaded[n], own.over[t], t, i % QUADS * 4);
+    }
+}
+
 /* ---- forward --------------------------------------------------------------------------------- */
 
 /* Loads tiles, makes their factors and stores o beside the warps that scan. */
@@ -794,29 +905,48 @@ using fwd_loader = tile_loader<Block, FORWARD_PASS, producer_warps<Block>>;
 /* Tiles take turns: while one is scanned, the next one's factors are made and the one behind that
  * is on its way. Queries are read where they came to. `full`: a tile can be scanned, and the sums
  * of the one that had its place before have left; `left`: each warp has scanned it. Warps do not
- * wait for each other, so that those of a scheduler are in different places of a tile. */
+ * wait for each other, so that those of a scheduler are in different places of a tile.
+ *
+ * Factors of keys that were made before come by one bulk copy, as far ahead as what is loaded;
+ * `came`: they have. */
 template <typename Block>
 struct fwd_smem {
     static constexpr int PITCH = Block::COLUMNS + 4;
+    static constexpr bool KEYS_READY = Block::KEYS_READY;
     /* Tiles asked for ahead: passing one takes less time than memory does. A tile is read from
      * where it came to until it has been left, two behind the one that is made ready. */
     static constexpr int AHEAD = Block::WARPS < 16 ? 4 : 1, STAGES = AHEAD + 2;
-    tile<Block, FORWARD_PASS> in[2];
+    static constexpr int TILES = KEYS_READY ? STAGES : 2;
+    tile<Block, FORWARD_PASS> in[TILES];
     tile_stage<Block, FORWARD_PASS> staged[STAGES];
     typename fwd_loader<Block>::sources from;
     alignas(16) float out[2][Block::GROUPS][TOKENS][PITCH];
-    uint64_t full[2], left[2];
+    uint64_t full[2], left[2], came[KEYS_READY ? STAGES : 1];
 
     /* By the first threads. */
     __device__ void open() {
-        in[0].open();
-        in[1].open();
+        for (int i = 0; i < TILES; i++) in[i].open();
         if (threadIdx.x != 0) return;
         for (int i = 0; i < 2; i++) {
             mn_mbarrier_init(&full[i], producer_warps<Block>::THREADS);
             mn_mbarrier_init(&left[i], Block::WARPS);
         }
+        for (int i = 0; KEYS_READY && i < STAGES; i++) mn_mbarrier_init(&came[i], 1);
+#if __CUDA_ARCH__ >= 900
+        mn_mbarrier_init_fence();
+#endif
     }
+
+    /* Where the factors of a tile lie that has `stage` among what is loaded. */
+    __device__ __forceinline__ tile<Block, FORWARD_PASS> &factors_of(int stage, int turn) {
+        return in[KEYS_READY ? stage : turn];
+    }
+};
+
+/* What roles know of a block's tiles so far: how many there were, and of each stage whether an odd
+ * number of copies of keys' factors have come. */
+struct fwd_progress {
+    unsigned done, came;
 };
 
 /* mn_mbarrier_wait on machines before 9.0, too, where a wait is a question asked over and over. */
@@ -981,28 +1111,57 @@ __device__ void store_final_state(const state_frag &c, const mn_importance_args 
 enum { BAR_FWD_PRODUCERS = 1 };
 
 /* Part `index` of `count`, one or two, of a sequence: its tiles first .. end are read, those in
- * front are only passed, by the same products, which takes some four tenths of the time. So two
- * blocks get through it in five eighths of one's, and no bit depends on their number. */
+ * front are only passed, by the same products, which takes less than half the time. So two blocks
+ * get through it in two thirds of one's, and no bit depends on their number. */
 struct sequence_part {
     int first, end, length;    // length: tokens up to the end of its tiles
     bool last;
 
     __device__ sequence_part(const place &at, int index, int count) {
         const int tokens = (int)at.span.length, n_tiles = (int)mn_cell_tiles(tokens);
-        const int middle = count == 2 ? n_tiles * 5 / 8 : n_tiles;
+        const int middle = count == 2 ? n_tiles * 13 / 20 : n_tiles;
         first = index == 0 ? 0 : middle, end = index == 0 ? middle : n_tiles;
         last = index + 1 == count;
         length = min(tokens, end * (int)TOKENS);
     }
 };
 
-/* The producers' way through a part; `done`: tiles that the block has had before. */
+/* Factors of keys of a head's tiles, which one thread asks for: one of a warp that has nothing to
+ * do for columns. */
+template <typename Block>
+struct ready_keys {
+    const key_factors<Block> *first;    // of the sequence's first tile; nullptr: for other threads
+    int64_t between;
+    static constexpr unsigned ASKS = producer_warps<Block>::THREADS / 2;
+
+    __device__ ready_keys(const mn_importance_args &p, const place &at, const void *all) {
+        const int64_t item = mn_cell_first_slot(p.call, at.n, TOKENS) * p.call.H + at.h;
+        between = p.call.H * gridDim.z, first = nullptr;
+        if (!Block::KEYS_READY || producer_warps<Block>::own() != ASKS) return;
+        first = (const key_factors<Block> *)all + item * gridDim.z + blockIdx.z;
+    }
+
+    __device__ __forceinline__ void fetch(fwd_smem<Block> &r, int stage, int tile,
+                                          int n_tiles) const {
+#if __CUDA_ARCH__ >= 900
+        if (!first || tile >= n_tiles) return;
+        uint64_t *came = &r.came[Block::KEYS_READY ? stage : 0];
+        auto &to = r.factors_of(stage, 0).slots;
+        mn_mbarrier_arrive_expect_tx(came, sizeof(to));
+        mn_tma_load_1d(&to, first + tile * between, sizeof(to), came);
+#endif
+    }
+};
+
+/* The producers' way through a part; `so_far`: what the block has had before. */
 template <typename Block>
 __device__ __forceinline__ void fwd_produce(fwd_smem<Block> &r, const mn_importance_args &p,
                                             const place &at, const sequence_part &part,
-                                            const gates *decays, float *sums, int64_t n_rows,
-                                            unsigned &done) {
+                                            const gates *decays, const void *keys, float *sums,
+                                            int64_t n_rows, fwd_progress &so_far) {
     typedef fwd_loader<Block> next;
+    const unsigned done = so_far.done;
+    const ready_keys<Block> ready(p, at, keys);
     const int length = part.length, n_tiles = part.end;
     output_writer<Block> to(p, sums, at, n_rows, part.first * TOKENS);
     const auto meet = []() { mn_named_barrier_sync(BAR_FWD_PRODUCERS, next::THREADS); };
@@ -1011,8 +1170,9 @@ __device__ __forceinline__ void fwd_produce(fwd_smem<Block> &r, const mn_importa
     meet();
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
-        next::fetch(r.staged[i], r.from, i, length);
+        next::fetch(r.staged[i], r.from, i, length, i < part.first);
         next::commit();
+        ready.fetch(r, i, i, n_tiles);
     }
     for (int i = 0, stage = 0, asked = AHEAD; i < n_tiles; i++) {
         const unsigned n = done + i;
@@ -1020,9 +1180,10 @@ __device__ __forceinline__ void fwd_produce(fwd_smem<Block> &r, const mn_importa
         next::template wait_but<AHEAD - 1>();
         meet();
         if (n >= 2) wait_for_phase(&r.left[turn], tile_phase(n - 2));
-        next::fetch(r.staged[asked], r.from, i + AHEAD, length);
+        next::fetch(r.staged[asked], r.from, i + AHEAD, length, i + AHEAD < part.first);
         next::commit();
-        next::put(r.in[turn], r.staged[stage], 1.0f);
+        ready.fetch(r, asked, i + AHEAD, n_tiles);
+        next::put(r.factors_of(stage, turn), r.staged[stage], 1.0f);
         if (i >= part.first + 2) to.put(r, TOKENS, turn);
         mn_mbarrier_arrive(&r.full[turn]);
         stage = stage == STAGES - 1 ? 0 : stage + 1, asked = asked == STAGES - 1 ? 0 : asked + 1;
@@ -1032,7 +1193,7 @@ __device__ __forceinline__ void fwd_produce(fwd_smem<Block> &r, const mn_importa
         wait_for_phase(&r.left[tile_turn(n)], tile_phase(n));
         to.put(r, min(length - i * TOKENS, (int)TOKENS), tile_turn(n));
     }
-    done += n_tiles;
+    so_far.done += n_tiles;
 }
 
 /* A tile of which nothing is read: the states as tile_forward leaves them. */
@@ -1054,14 +1215,14 @@ __device__ __forceinline__ void tile_passed(state_frag &c,
 template <typename Block>
 __device__ __forceinline__ void fwd_scan(fwd_smem<Block> &r, const mn_importance_args &p,
                                          const place &at, const sequence_part &part,
-                                         unsigned &done) {
+                                         fwd_progress &so_far) {
     const int n_tiles = part.end;
     const int slot = Block::slot() + 4 * column_lane();
     const auto places = token_scan<Block, FORWARD_PASS>(r.in[0]).places();
     const unsigned sums = again((unsigned)(
         &r.out[0][Block::group()][2 * column_lane()][Block::column() + interleaved_row(0)] -
         &r.out[0][0][0][0]));
-    const auto &queries_at = r.staged[0].slots[1].at;
+    const auto &queries_at = r.staged[0].queries().at;
     const unsigned queries =
         again((unsigned)(&queries_at[row_lane()][slot] - &queries_at[0][0]));
     state_frag c;
@@ -1069,24 +1230,29 @@ __device__ __forceinline__ void fwd_scan(fwd_smem<Block> &r, const mn_importance
     c.times(FORWARD_UNIT);
     constexpr int STAGES = fwd_smem<Block>::STAGES;
     for (int i = 0, stage = 0; i < n_tiles; i++, stage = stage == STAGES - 1 ? 0 : stage + 1) {
-        const unsigned n = done + i;
+        const unsigned n = so_far.done + i;
         const int turn = tile_turn(n);
-        const token_scan<Block, FORWARD_PASS> along(r.in[turn], places);
+        const auto &in = r.factors_of(stage, turn);
+        const token_scan<Block, FORWARD_PASS> along(in, places);
         float *const to = &r.out[turn][0][0][0] + sums;
         wait_for_phase(&r.full[turn], tile_phase(n));
+        if (Block::KEYS_READY) {
+            wait_for_phase(&r.came[stage], so_far.came >> stage & 1);
+            so_far.came ^= 1u << stage;
+        }
         if (i < part.first) {
             tile_passed<Block>(c, along);
             mn_mbarrier_arrive_warp(&r.left[turn]);
             continue;
         }
-        const auto &keys = r.staged[stage].slots[1];
+        const auto &keys = r.staged[stage].queries();
         const mn_bf16 *const own = &keys.at[0][0] + queries;
         const uint2 q[2] = { *(const uint2 *)own, *(const uint2 *)(own + HALF * keys.PITCH) };
-        if (r.in[turn].heads == 0 && can_share_rcp(c)) tile_forward<Block, true>(c, to, along, q);
+        if (in.heads == 0 && can_share_rcp(c)) tile_forward<Block, true>(c, to, along, q);
         else tile_forward<Block, false>(c, to, along, q);
         mn_mbarrier_arrive_warp(&r.left[turn]);
     }
-    done += n_tiles;
+    so_far.done += n_tiles;
     if (part.last) store_final_state<Block>(c, p, at);
 }
 
@@ -1094,13 +1260,13 @@ __device__ __forceinline__ void fwd_scan(fwd_smem<Block> &r, const mn_importance
 template <typename Block>
 __global__ void __launch_bounds__(Block::THREADS + producer_warps<Block>::THREADS, 1)
 importance_fwd_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
-                      float *sums, int64_t n_rows, int n_parts) {
+                      const void *keys, float *sums, int64_t n_rows, int n_parts) {
     const int parts = Block::WARPS == 16 ? 1 : n_parts;
     extern __shared__ float4 shared[];
     fwd_smem<Block> &r = *(fwd_smem<Block> *)shared;
     r.open();
     __syncthreads();
-    unsigned done = 0;
+    fwd_progress so_far = {};
     /* Each role is a branch that begins with setmaxnreg: only then ptxas gives it its registers.
      * Blocks of eight warps have 128 for each thread. */
     const int64_t n_items = mn_n_spans(p.call) * p.call.H * parts;
@@ -1111,7 +1277,7 @@ importance_fwd_kernel(const __grid_constant__ mn_importance_args p, const gates 
         for (int64_t item = blockIdx.y; item < n_items; item += gridDim.y) {
             const place at = place::of(p, item / parts);
             const sequence_part part(at, (int)(item % parts), parts);
-            fwd_produce<Block>(r, p, at, part, decays, sums, n_rows, done);
+            fwd_produce<Block>(r, p, at, part, decays, keys, sums, n_rows, so_far);
         }
     } else {
 #if MN_HAS_WGMMA
@@ -1120,7 +1286,7 @@ importance_fwd_kernel(const __grid_constant__ mn_importance_args p, const gates 
         for (int64_t item = blockIdx.y; item < n_items; item += gridDim.y) {
             const place at = place::of(p, item / parts);
             const sequence_part part(at, (int)(item % parts), parts);
-            fwd_scan<Block>(r, p, at, part, done);
+            fwd_scan<Block>(r, p, at, part, so_far);
         }
     }
 }
