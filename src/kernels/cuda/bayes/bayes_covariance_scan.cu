@@ -1,10 +1,23 @@
 /* bayes_covariance_scan.cu - the covariance scan of bayes_fwd_chunk.cuh.
  *
  * A covariance has a cluster of CL blocks, each with RP / CL of its rows. A worker is a warp that
- * has 16 rows, two row blocks, and half of the columns, all in registers. One more warp of each
- * block, the pivot, factorises S while workers move P to the next frame, and brings the next
- * chunk's inputs. All blocks factorise alike. Sums over rows and columns are added by four
- * workers, by eight, and so on, so that results do not depend on CL.
+ * has 16 rows, two row blocks, and half of the columns, all in registers. Three more warps of each
+ * block: the pivot factorises S, one warp asks for inputs, one leaves results in memory. All blocks
+ * factorise alike. Sums over rows and columns are added by four workers, by eight, and so on, so
+ * that results do not depend on CL.
+ *
+ * **Ahead.** With up to 64 rows the next chunk's S does not wait for this one's writes. With its
+ * keys kh, rows being tokens, Q = Phi (P + n) Phi' of this chunk, which is P without its writes,
+ * and zt = Phi z,
+ *
+ *   B0 = Q kh + n kh    S0 = B0.kh    C = (Phi B).kh    W = zt kh = L^-1 C
+ *   S = S0 - W' W / sigma             B = B0 - zt W / sigma
+ *
+ * B0, S0 and C are made by the workers while the pivot factorises this chunk's S; then the pivot
+ * goes on to the next one at once, with products of 16 x 16, while workers write P. So a chunk
+ * takes the pivot's time or the workers', not both. Warps that multiply tiles keep a single sum
+ * of their quarter of a processor waiting: no worker is in the pivot's quarter (`role_of`). With
+ * more rows the workers' time is the longer one, in three quarters all the more.
  *
  * What a block sends to the others is counted by a barrier of theirs, so that nobody waits for
  * stores that nobody reads soon. Where it goes is never in use still: a block sends sums only after
@@ -31,9 +44,15 @@ enum {
     MN_PIVOT_PITCH = 18,    // of a row of S
 };
 
+/* What an elimination finds: k'u, 1 / sigma, L^-1. */
+struct alignas(16) mn_pivot_found {
+    double variance[16], inverse[16], undo[16][20];
+};
+
 /* Shared memory of a chunk's elimination. */
 struct alignas(16) mn_pivot_smem {
-    double r2[16], variance[16], inverse[16];
+    double r2[16];
+    double sum[MN_PIVOT_SUM];                     // S by fragments
     double rows[MN_PIVOT_HALF][MN_PIVOT_HALF];    // [i - 8][k]: L_ik of the lower left square
     double square[16][MN_PIVOT_PITCH];            // S, then what is left of its lower right part
 };
@@ -59,7 +78,7 @@ __device__ inline double mn_pivot_positive(double x) {
 template <bool CAREFUL>
 __device__ inline bool mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
                                       double (&x)[MN_PIVOT_HALF], mn_pivot_smem &smem,
-                                      int first_token) {
+                                      mn_pivot_found &found, int first_token) {
     const int lane = (int)threadIdx.x % 32;
     bool all_kept = true;
 #pragma unroll
@@ -94,12 +113,12 @@ __device__ inline bool mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
         }
         x[j + 1] = fma(-ratio, x[j], x[j + 1]);
         if (lane == 0) {
-            *(double2 *)&smem.variance[first_token + j] = make_double2(one, left);
-            *(double2 *)&smem.inverse[first_token + j] = make_double2(first, second);
+            *(double2 *)&found.variance[first_token + j] = make_double2(one, left);
+            *(double2 *)&found.inverse[first_token + j] = make_double2(first, second);
         }
         if (first_token == 0 && lane >= MN_PIVOT_HALF && lane < 2 * MN_PIVOT_HALF) {
-            *(double2 *)&smem.rows[lane - MN_PIVOT_HALF][j] =
-                make_double2(x[j] * first, x[j + 1] * second);
+            *(double2 *)&smem.rows[lane - MN_PIVOT_HALF][j] = make_double2(x[j] * first,
+                                                                           x[j + 1] * second);
         }
 #pragma unroll
         for (int i = j + 2; i < MN_PIVOT_HALF; i++) {
@@ -109,19 +128,11 @@ __device__ inline bool mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
     return all_kept;
 }
 
-/* A number, or two, of the sum of PARTS squares that follow each other at `from`. */
-template <int PARTS>
-__device__ inline double mn_pivot_sum(const double *from) {
-    if (PARTS == 1) return *from;
-    const double low = mn_pivot_sum<(PARTS + 1) / 2>(from);
-    return low + mn_pivot_sum<(PARTS + 1) / 2>(from + MN_PIVOT_SUM * (PARTS / 2));
-}
-
-template <int PARTS>
-__device__ inline double2 mn_pivot_pair(const double *from) {
+/* Two numbers of the sum of PARTS matrices that lie PITCH doubles apart. */
+template <int PARTS, int PITCH> __device__ inline double2 mn_pivot_pair(const double *from) {
     if (PARTS == 1) return *(const double2 *)from;
-    const double2 low = mn_pivot_pair<(PARTS + 1) / 2>(from);
-    const double2 high = mn_pivot_pair<(PARTS + 1) / 2>(from + MN_PIVOT_SUM * (PARTS / 2));
+    const double2 low = mn_pivot_pair<(PARTS + 1) / 2, PITCH>(from);
+    const double2 high = mn_pivot_pair<(PARTS + 1) / 2, PITCH>(from + PITCH * (PARTS / 2));
     return make_double2(low.x + high.x, low.y + high.y);
 }
 
@@ -149,32 +160,29 @@ __device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const mn_pivo
     }
 }
 
-/* S as the sum of PARTS at `sums`, 1, 2 or 4 of them, by one warp. Of each there are the fragments
- * of a product that hold rows [0, 8) by columns [0, 8) and [8, 16), and rows [8, 16) by columns
- * [8, 16). The second goes where it belongs, the upper triangles of the others below the diagonal:
- * nobody looks at the rest. All is read before any is written, or each read would wait for the
- * write in front of it. */
-template <int PARTS>
-__device__ inline void mn_pivot_add(mn_pivot_smem &smem, const double (*sums)[MN_PIVOT_SUM]) {
+/* S by one warp from its fragments in `sum`: rows [0, 8) by columns [0, 8) and [8, 16), and rows
+ * [8, 16) by columns [8, 16). The second goes where it belongs, the upper triangles of the others
+ * below the diagonal: nobody looks at the rest. Each lane reads what it has written itself. */
+__device__ inline void mn_pivot_place(mn_pivot_smem &smem) {
     const int lane = (int)threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
     double2 sum[3];
 #pragma unroll
-    for (int f = 0; f < 3; f++) sum[f] = mn_pivot_pair<PARTS>(&sums[0][64 * f + 2 * lane]);
+    for (int f = 0; f < 3; f++) sum[f] = *(const double2 *)&smem.sum[64 * f + 2 * lane];
     *(double2 *)&smem.square[row][MN_PIVOT_HALF + column] = sum[1];
 #pragma unroll
     for (int f = 0; f < 3; f += 2) {
-        double (*to)[MN_PIVOT_PITCH] = smem.square + 4 * f;
+        double(*to)[MN_PIVOT_PITCH] = smem.square + 4 * f;
         if (row <= column) to[column][4 * f + row] = sum[f].x;
         if (row <= column + 1) to[column + 1][4 * f + row] = sum[f].y;
     }
     __syncwarp();
 }
 
-/* S and r2 are in shared memory. Leaves L^-1 in `undo`, rows of PITCH doubles, and variances and
- * 1 / sigma in shared memory, for after a barrier. Both halves run the same instructions. If not
- * CAREFUL, what it leaves is right only if it says so; then it is the same. */
-template <bool CAREFUL, int PITCH>
-__device__ inline bool mn_pivot(mn_pivot_smem &smem, double (*undo)[PITCH]) {
+/* S and r2 are in shared memory. Leaves L^-1, variances and 1 / sigma in `found`, for after a
+ * barrier. Both halves run the same instructions. If not CAREFUL, what it leaves is right only if
+ * it says so; then it is the same. */
+template <bool CAREFUL>
+__device__ inline bool mn_pivot(mn_pivot_smem &smem, mn_pivot_found &found) {
     const int lane = (int)threadIdx.x % 32, t = lane % 16;
     double a[MN_PIVOT_HALF][MN_PIVOT_HALF], x[MN_PIVOT_HALF], y[MN_PIVOT_HALF];
     mn_pivot_column(x, smem, 0);
@@ -182,10 +190,10 @@ __device__ inline bool mn_pivot(mn_pivot_smem &smem, double (*undo)[PITCH]) {
 #pragma unroll 1
     for (int first = 0;; first = MN_PIVOT_HALF) {
         mn_pivot_load(a, &smem.square[first][first]);
-        kept = mn_pivot_eight<CAREFUL>(a, x, smem, first) && kept;
+        kept = mn_pivot_eight<CAREFUL>(a, x, smem, found, first) && kept;
 #pragma unroll
         for (int i = 0; i < MN_PIVOT_HALF; i++) {
-            if (lane >= 16) undo[first + i][t] = x[i];
+            if (lane >= 16) found.undo[first + i][t] = x[i];
         }
         if (first > 0) return kept;
         __syncwarp();
@@ -207,53 +215,85 @@ __device__ inline bool mn_pivot(mn_pivot_smem &smem, double (*undo)[PITCH]) {
     }
 }
 
-template <int RP, int CL>
-struct sizes {
-    static constexpr int ALL = RP / 8;              // workers of the cluster
+/* What a warp does. */
+enum role { WORKS, PIVOTS, LOADS, LEAVES };
+
+template <int RP, int CL> struct sizes {
+    static constexpr int ALL = RP / 8;    // workers of the cluster
     static constexpr int WORKERS = ALL / CL;
-    static constexpr int THREADS = 32 * (WORKERS + 1);
-    static constexpr int OWN = RP / CL;             // rows of a block
-    static constexpr int TILES = RP / 16;           // column blocks of a worker
+    /* Whether workers make sums of the next chunk while the pivot factorises; one block. */
+    static constexpr bool AHEAD = RP <= 64;
+    static constexpr int THREADS = 32 * (WORKERS + 3);
+    static constexpr int OWN = RP / CL;      // rows of a block
+    static constexpr int TILES = RP / 16;    // column blocks of a worker
     /* Whether the pivot has registers for a first attempt without branches. */
     static constexpr bool TWICE = RP < 128 || (RP == 128 && CL > 1);
     /* Two blocks: a worker's half of the columns is one block's. */
     static constexpr bool HALVES = CL == 2;
     static constexpr int FOURS = WORKERS / 4;
     static constexpr int GROUP = WORKERS < 8 ? WORKERS : 8;
-    static constexpr int GROUPS = WORKERS / GROUP;  // of a block
+    static constexpr int GROUPS = WORKERS / GROUP;    // of a block
+    static constexpr int PARTS = CL * GROUPS;         // of a sum, in the end
+    /* Numbers of a worker's part of sums: fragments, three of S and four of C. */
+    static constexpr int PART = MN_PIVOT_SUM + (AHEAD ? 256 : 0);
     static constexpr int SUMS_BYTES = (CL - 1) * GROUPS * MN_PIVOT_SUM * (int)sizeof(double);
     static constexpr int SMEM_TILE_BYTES = MN_SCAN_CHUNK * (RP - OWN) * (int)sizeof(double);
     /* Of the 16384 in a quarter of a processor, which has up to three warps of a small block; those
      * of 128 rows leave the mean's some. */
-    static constexpr int REGISTERS = WORKERS == 16 ? 96 : RP == 128 && CL == 2 ? 120
-                                     : WORKERS == 8 ? 168 : 232;
+    static constexpr int REGISTERS = WORKERS == 16          ? 96
+                                     : RP == 128 && CL == 2 ? 120
+                                     : WORKERS == 8         ? 168
+                                                            : 232;
 };
 
+/* Warps 0, 4, 8 of a block have the first quarter of a processor: the pivot's, where workers
+ * multiply beside it. */
 template <int RP, int CL>
-struct alignas(16) smem {
+__device__ inline role role_of(int warp) {
+    using of = sizes<RP, CL>;
+    const int pivot = of::AHEAD ? 0 : of::WORKERS, leaves = of::AHEAD ? 4 : of::WORKERS + 2;
+    const int loads = !of::AHEAD ? of::WORKERS + 1 : of::WORKERS == 8 ? 8 : 6;
+    return warp == pivot ? PIVOTS : warp == leaves ? LEAVES : warp == loads ? LOADS : WORKS;
+}
+
+/* The worker that a warp is. */
+template <int RP, int CL>
+__device__ inline int worker_of(int warp) {
+    return sizes<RP, CL>::AHEAD ? warp - 1 - warp / 4 : warp;
+}
+
+/* Sums over rows, of which S alone is wanted where the step before has not worked ahead; W comes
+ * where then nobody writes. */
+template <int RP, int CL> union alignas(16) lone_sums {
+    double sums[sizes<RP, CL>::PARTS][MN_PIVOT_SUM];
+    double weights[MN_SCAN_CHUNK][MN_PIVOT_PITCH];    // W
+};
+
+template <int RP, int CL> struct alignas(16) smem {
     using of = sizes<RP, CL>;
     double keys[8][2 * RP + 2];
     double noised[of::OWN / 32][MN_SCAN_CHUNK][40];
-    double ends[2][3][RP];
+    double ends[2][3][RP];                           // of chunks in turn
     double before[2][MN_SCAN_CHUNK][of::OWN + 4];    // B by halves of the columns
-    double smem_tile[MN_SCAN_CHUNK][RP + 4];             // Phi z
-    double parts[of::WORKERS][256];                  // of S, by fragments
+    double smem_tile[MN_SCAN_CHUNK][RP + 4];         // Phi z
+    double parts[of::WORKERS][of::PART];             // of S and C, by fragments
     double spread[of::WORKERS][MN_SCAN_CHUNK];       // of qh'Ph qh
-    double sums[CL * of::GROUPS][MN_PIVOT_SUM];
+    lone_sums<RP, CL> lone;
+    double ahead[of::PART];                          // S0 and C
     double raise[of::WORKERS][2], raises[of::ALL / 4][2];
-    double undo[MN_SCAN_CHUNK][MN_SCAN_CHUNK + 4];
+    mn_pivot_found found[2];    // of steps in turn
     mn_pivot_smem token;
-    double noise[2][MN_SCAN_CHUNK];                  // r2
+    double noise[2][MN_SCAN_CHUNK];               // r2
     uint64_t full[3];                                // barriers: sums, tile of other blocks; passed
-    uint64_t arrived[2];                             // keys and the like, queries
-    int length, first;                               // tokens, place of the first chunk
-    alignas(16) double queries[8][2 * RP + 2];       // last: only where they are wanted
+    uint64_t arrived[4];                          // keys and the like, queries, ends by chunks
+    int length, first;                            // tokens, place of the first chunk
+    int how[2];                                   // chunks in turn: 0, or 1 + `begin` if steep
+    alignas(16) double queries[8][2 * RP + 2];    // last: only where they are wanted
 };
 
 /* ---- blocks of a cluster --------------------------------------------------------------------- */
 
-template <int CL>
-__device__ inline unsigned rank_of_block(void) {
+template <int CL> __device__ inline unsigned rank_of_block(void) {
     unsigned rank = 0;
 #if __CUDA_ARCH__ >= 900
     if (CL > 1) rank = cuda::ptx::get_sreg_cluster_ctarank();
@@ -261,25 +301,32 @@ __device__ inline unsigned rank_of_block(void) {
     return rank;
 }
 
-/* What this block has left is to be seen by the others. */
+/* The same, asked anew: a number to be kept would be one of those that local memory keeps. */
 template <int CL>
-__device__ inline void cluster_arrive(void) {
+__device__ inline unsigned rank_again(void) {
+    unsigned rank = 0;
+#if __CUDA_ARCH__ >= 900
+    if (CL > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    return rank;
+}
+
+/* What this block has left is to be seen by the others. */
+template <int CL> __device__ inline void cluster_arrive(void) {
 #if __CUDA_ARCH__ >= 900
     if (CL > 1) mn_cluster_arrive();
 #endif
 }
 
 /* Waits for all blocks to have arrived. */
-template <int CL>
-__device__ inline void cluster_wait(void) {
+template <int CL> __device__ inline void cluster_wait(void) {
 #if __CUDA_ARCH__ >= 900
     if (CL > 1) mn_cluster_wait();
 #endif
 }
 
 /* *place = x in all blocks of the cluster, seen after the next cluster arrive and wait. */
-template <int CL>
-__device__ inline void cluster_store(double *place, double x) {
+template <int CL> __device__ inline void cluster_store(double *place, double x) {
     if (CL == 1) *place = x;
 #if __CUDA_ARCH__ >= 900
     const unsigned here = (unsigned)__cvta_generic_to_shared(place);
@@ -313,26 +360,24 @@ __device__ inline void store_async_pair(double *place, uint64_t *full, unsigned 
     for_others<CL>(place, full, rank, [=](unsigned there, unsigned count) {
 #if __CUDA_ARCH__ >= 900
         asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 "
-                     "[%0], {%1, %2}, [%3];" ::"r"(there), "d"(x.x), "d"(x.y), "r"(count)
+                     "[%0], {%1, %2}, [%3];" ::"r"(there),
+                     "d"(x.x), "d"(x.y), "r"(count)
                      : "memory");
 #endif
     });
 }
 
 /* Bytes that other blocks are to send, and their being there. */
-template <int CL>
-__device__ inline void expect(uint64_t *full, int bytes) {
+template <int CL> __device__ inline void expect(uint64_t *full, int bytes) {
     if (CL > 1) mn_state_scan_expect(full, bytes / 8);
 }
 
-template <int CL>
-__device__ inline void await_full(uint64_t *full, unsigned turn) {
+template <int CL> __device__ inline void await_full(uint64_t *full, unsigned turn) {
     if (CL > 1) mn_state_scan_await(full, turn);
 }
 
 /* A barrier of all threads of a block that two roles come to at different places. */
-template <int ID, int COUNT>
-__device__ inline void named_barrier(void) {
+template <int ID, int COUNT> __device__ inline void named_barrier(void) {
     __syncwarp();
     mn_named_barrier_sync(ID, COUNT);
 }
@@ -340,33 +385,55 @@ __device__ inline void named_barrier(void) {
 /* ---- the work of a worker -------------------------------------------------------------------- */
 
 /* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. `turns`
- * counts the uses of the barriers. */
+ * counts the uses of the barriers: sums of other blocks, steps. */
 struct ctx {
     int64_t scan, place, group, n, h, g;    // group: place * G + g
     unsigned rank, chunk;
     int buffer, low, high;
     unsigned turns[2];
+    bool first;     // the first tokens behind a P_0 that was handed in
+    bool primed;    // the step before has made this one's S and B
+    bool there;     // or its B alone
+    bool last;      // step of its chunk, behind which `rest` follow
+    bool ahead;     // it makes the next one's S and B
+    int rest;
+
+    __device__ bool follows(void) const {    // the next chunk's inputs are asked for
+        return last && rest > 0;
+    }
 };
 
-template <int RP, int CL>
-struct worker {
+/* Barriers of a block that roles come to at different places. */
+enum {
+    PARTS_THERE = 1,    // workers, the warp that loads: what they have multiplied is not read again
+    FOUND = 2,          // all: S is factorised
+    SOLVED = 3,         // all, ahead without waiting the pivot: z and W are there
+    SUMS_THERE = 4,     // workers, pivot
+    WORKERS_ALONE = 5,
+};
+
+template <int RP, int CL> struct worker {
     using of = sizes<RP, CL>;
     double P[of::TILES][2][2];
     double B[2][2][2];                  // of these rows, over half of the columns
     int index, lane, row, own, part;    // own warp; first row, in the block too; half of columns
     int place;                          // of its parts of sums, by rows and halves
+    unsigned rank;                      // of the block
 
     /* What follows from the thread's number, for each stage anew: kept from one to the next it
      * would be in local memory, of which L1 holds little beside so much shared memory, and each
      * look would wait for L2. A shuffle's result is not known to be the same as the last one. */
-    __device__ void sit(unsigned rank) {
+    __device__ void sit(void) {
+        rank = rank_again<CL>();
         const unsigned thread = __shfl_sync(0xffffffffu, threadIdx.x, (int)threadIdx.x % 32);
-        index = (int)thread / 32, lane = (int)thread % 32;
+        index = worker_of<RP, CL>((int)thread / 32), lane = (int)thread % 32;
         own = index / 2 * 16, row = (int)rank * of::OWN + own;
         part = (index ^ (of::HALVES ? index / 4 : 0)) % 2, place = index / 2 * 2 + part;
     }
 
-    __device__ int column(int b) const { return part * (RP / 2) + 8 * b; }
+    __device__ int column(int b) const {
+        return part * (RP / 2) + 8 * b;
+    }
 
     /* B of the keys in shared memory, or one column block's part in it. */
     __device__ void begin(const smem<RP, CL> &m) {
@@ -389,15 +456,36 @@ struct worker {
         mn_mma_f64_k8(B[1], a, P[b][1]);
     }
 
-    /* B of these rows and half of the columns, unless it is there, and their part of S. */
-    __device__ void read(smem<RP, CL> &m, bool there) {
+    /* B to shared memory, for `solve`. */
+    __device__ void put_before(smem<RP, CL> &m) const {
+        const int token = lane / 4, pair = 2 * (lane % 4);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                *(double2 *)&m.before[part][8 * half + token][own + 8 * r + pair] = make_double2(
+                    B[r][half][0], B[r][half][1]);
+            }
+        }
+    }
+
+    /* B is not read before it is made again: no register has to keep it. */
+    __device__ void forget(void) {
+#pragma unroll
+        for (int x = 0; x < 8; x++) B[x / 4][x / 2 % 2][x % 2] = 0.0;
+    }
+
+    /* B of these rows and half of the columns: of the keys that are there. */
+    __device__ void multiply(const smem<RP, CL> &m) {
+        begin(m);
+#pragma unroll
+        for (int b = 0; b < of::TILES; b++) add(m.keys, b);
+    }
+
+    /* Its part of S. */
+    __device__ void measure(smem<RP, CL> &m) const {
         const int token = lane / 4, pair = 2 * (lane % 4);
         double s[2][2][2] = {};
-        if (!there) {
-            begin(m);
-#pragma unroll
-            for (int b = 0; b < of::TILES; b++) add(m.keys, b);
-        }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const double a[4] = { B[r][0][0], B[r][1][0], B[r][0][1], B[r][1][1] };
@@ -406,39 +494,66 @@ struct worker {
                 double b[2];
                 mn_state_scan_right(b, &m.keys[token][2 * (row + 8 * r + pair)], half);
                 mn_mma_f64_k8(s[half], a, b);
-                *(double2 *)&m.before[part][8 * half + token][own + 8 * r + pair] =
-                    make_double2(B[r][half][0], B[r][half][1]);
+            }
+        }
+        double *to = &m.parts[place][2 * lane];
+        *(double2 *)to = make_double2(s[0][0][0], s[0][0][1]);
+        *(double2 *)(to + 64) = make_double2(s[1][0][0], s[1][0][1]);
+        *(double2 *)(to + 128) = make_double2(s[1][1][0], s[1][1][1]);
+    }
+
+    /* Its part of C, rows being the next chunk's tokens, whose keys are there: B is still this
+     * one's. */
+    __device__ void compare(smem<RP, CL> &m, const double (&phi)[RP], bool turns) const {
+        const int pair = 2 * (lane % 4);
+        double c[2][2][2] = {};
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            double a[4];
+            mn_state_scan_left(a, &m.keys[lane / 4][2 * (row + 8 * r + pair)]);
+            const double2 f = *(const double2 *)&phi[row + 8 * r + pair];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const double x = B[r][half][0], y = B[r][half][1];
+                double b[2] = { f.x * x, f.y * y };
+                if (turns) b[0] = f.x * x - f.y * y, b[1] = f.y * x + f.x * y;
+                mn_mma_f64_k8(c[half], a, b);
             }
         }
 #pragma unroll
         for (int f = 0; f < 4; f++) {
-            *(double2 *)&m.parts[place][64 * f + 2 * lane] =
-                make_double2(s[f / 2][f % 2][0], s[f / 2][f % 2][1]);
+            *(double2 *)&m.parts[place][MN_PIVOT_SUM + 64 * f + 2 * lane] = make_double2(
+                c[f / 2][f % 2][0], c[f / 2][f % 2][1]);
         }
     }
 
-    /* Parts of S added up by groups, to all blocks: of the four fragments the three that the pivot
-     * looks at, by a warp each. */
-    __device__ void gather(smem<RP, CL> &m, unsigned rank) const {
-        const int group = index / 3, f = index % 3;
-        if (group >= of::GROUPS) return;
-        const int at = f > 0 ? 64 * (f + 1) : 0;
-        double2 sum[of::GROUP / 4];
+    /* COUNT fragments of the workers' parts added up by groups, a warp each at a time, to all
+     * blocks; a block's sum has COUNT fragments at `sums`. */
+    template <int COUNT>
+    __device__ void gather(smem<RP, CL> &m, double *sums) const {
 #pragma unroll
-        for (int four = 0; four < of::GROUP / 4; four++) {
-            const double (*from)[256] = m.parts + group * of::GROUP + 4 * four;
-            double2 x[4];
+        for (int x = 0; x < COUNT * of::GROUPS; x += of::WORKERS) {
+            const int group = (x + index) / COUNT, f = (x + index) % COUNT;
+            if (group >= of::GROUPS) return;
+            double2 sum[of::GROUP / 4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) x[i] = *(const double2 *)&from[i][at + 2 * lane];
-            sum[four] = make_double2((x[0].x + x[1].x) + (x[2].x + x[3].x),
-                                     (x[0].y + x[1].y) + (x[2].y + x[3].y));
+            for (int four = 0; four < of::GROUP / 4; four++) {
+                const double(*from)[of::PART] = m.parts + group * of::GROUP + 4 * four;
+                double2 x[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    x[i] = *(const double2 *)&from[i][64 * f + 2 * lane];
+                }
+                sum[four] = make_double2((x[0].x + x[1].x) + (x[2].x + x[3].x),
+                                         (x[0].y + x[1].y) + (x[2].y + x[3].y));
+            }
+            if (of::GROUP == 8) sum[0].x += sum[of::GROUP / 8].x, sum[0].y += sum[of::GROUP / 8].y;
+            double *to = sums + (rank * of::GROUPS + group) * 64 * COUNT;
+            store_async_pair<CL>(to + 64 * f + 2 * lane, &m.full[0], rank, sum[0]);
         }
-        if (of::GROUP == 8) sum[0].x += sum[of::GROUP / 8].x, sum[0].y += sum[of::GROUP / 8].y;
-        store_async_pair<CL>(&m.sums[rank * of::GROUPS + group][64 * f + 2 * lane], &m.full[0],
-                             rank, sum[0]);
     }
 
-    /* This worker's part of qh'Ph qh. */
+    /* This worker's part of qh'Ph qh, in the place of B. */
     __device__ void spread(smem<RP, CL> &m) {
         double sums[2] = { 0.0, 0.0 };
         const int token = lane / 4, pair = 2 * (lane % 4);
@@ -501,7 +616,7 @@ struct worker {
             const double2 f = *(const double2 *)&phi[column(b) + 2 * (lane % 4)];
 #pragma unroll
             for (int m = 0; m < 2; m++) {
-                double (&x)[2] = P[b][m];
+                double(&x)[2] = P[b][m];
                 const double y[2] = { f.x * x[0] - f.y * x[1], f.y * x[0] + f.x * x[1] };
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
@@ -515,14 +630,19 @@ struct worker {
     /* z = L^-1 B of eight rows, to memory and, as Phi z, to all blocks. */
     __device__ void solve(smem<RP, CL> &m, const ctx &s, const mn_state_scan_job &job) const {
         const int i = lane % 4, j = lane / 4, first = row + 8 * part;
-        double a[8], b[4], z[2][2] = {};
+        const mn_pivot_found &found = m.found[s.turns[1] % 2];
+        double z[2][2] = {};
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            a[2 * k] = m.undo[j][4 * k + i], a[2 * k + 1] = m.undo[8 + j][4 * k + i];
-            b[k] = m.before[0][4 * k + i][own + 8 * part + j] +
-                   m.before[1][4 * k + i][own + 8 * part + j];
+        for (int from = 0; from < MN_SCAN_CHUNK; from += 8) {    // few registers: B waits beside P
+            double a[4], b[2];
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const int t = from + 4 * k + i;
+                a[2 * k] = found.undo[j][t], a[2 * k + 1] = found.undo[8 + j][t];
+                b[k] = m.before[0][t][own + 8 * part + j] + m.before[1][t][own + 8 * part + j];
+            }
+            mn_mma_f64_k8(z, a, b);
         }
-        mn_mma_f64_k16(z, a, b);
         const double2 phi = *(double2 *)&m.ends[s.buffer][0][first + 2 * i];
         put_z(z, first, s, job);    // in front of what others wait for: it has registers of its own
 #pragma unroll
@@ -531,7 +651,7 @@ struct worker {
             const double x = z[half][0], y = z[half][1];
             double2 moved = make_double2(phi.x * x, phi.y * y);
             if (job.step == 2) moved = make_double2(phi.x * x - phi.y * y, phi.y * x + phi.x * y);
-            store_async_pair<CL>(&m.smem_tile[token][first + 2 * i], &m.full[1], s.rank, moved);
+            store_async_pair<CL>(&m.smem_tile[token][first + 2 * i], &m.full[1], rank, moved);
         }
     }
 
@@ -558,21 +678,21 @@ struct worker {
      * barrier that was passed at the start and has no other turn: a branch would cost all that
      * follows its uniform registers, and others' turns may be two ahead of a late worker. */
     __device__ void await_tile(smem<RP, CL> &m, const ctx &s) const {
-        const bool own = of::HALVES && part == (int)s.rank;
+        const bool own = of::HALVES && part == (int)rank;
         await_full<CL>(&m.full[own ? 2 : 1], own ? 0 : s.turns[1]);
-        const unsigned waits = of::HALVES ? 32 * (1 - s.rank) : 0;    // a thread that has waited
-        if (threadIdx.x == waits) expect<CL>(&m.full[1], of::SMEM_TILE_BYTES);
+        const int waits = of::HALVES ? 1 - (int)rank : 0;    // a worker that has waited
+        if (index == waits && lane == 0) expect<CL>(&m.full[1], of::SMEM_TILE_BYTES);
     }
 
     /* P - Phi z (1 / sigma) z'Phi', and B of the next keys if these are there. */
     template <bool READS>
-    __device__ void write(const smem<RP, CL> &m) {
+    __device__ void write(const smem<RP, CL> &m, const mn_pivot_found &found) {
         const int i = lane % 4, j = lane / 4;
         if (READS) begin(m);
         double a[8];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const double scale = -m.token.inverse[4 * k + i];
+            const double scale = -found.inverse[4 * k + i];
             a[2 * k] = m.smem_tile[4 * k + i][row + j] * scale;
             a[2 * k + 1] = m.smem_tile[4 * k + i][row + 8 + j] * scale;
         }
@@ -587,6 +707,26 @@ struct worker {
         if (READS) add(m.keys, of::TILES - 1);
     }
 
+    /* B - W'(1 / sigma) Phi z, by one half of the tokens that write for each half of columns. */
+    __device__ void correct(const smem<RP, CL> &m, const mn_pivot_found &found) {
+        const int i = lane % 4, j = lane / 4;
+        double a[4];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int from = 8 * part + 4 * k + i;
+            const double scale = -found.inverse[from];
+            a[2 * k] = m.lone.weights[from][j] * scale;
+            a[2 * k + 1] = m.lone.weights[from][8 + j] * scale;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            double b[2];
+#pragma unroll
+            for (int k = 0; k < 2; k++) b[k] = m.smem_tile[8 * part + 4 * k + i][row + 8 * r + j];
+            mn_mma_f64_k8(B[r], a, b);
+        }
+    }
+
     /* Parts of the sums that decide whether P_0 is to be raised: k'(diagonal of P)k, k'n k */
     __device__ void weigh(smem<RP, CL> &m, bool turns) const {
         const double *k = m.keys[0];    // every other number
@@ -599,7 +739,7 @@ struct worker {
                 if (column(b) != row + 8 * half || (r != c && r != c + 1)) continue;
                 const double mine = k[2 * (column(b) + r)];
                 const double other = k[2 * (column(b) + (r ^ 1))];
-                const double (&x)[2] = P[b][half];
+                const double(&x)[2] = P[b][half];
                 seen += mine * mine * (r == c ? x[0] : x[1]);
                 if (turns) seen += mine * other * (r == c ? x[1] : x[0]);
             }
@@ -666,98 +806,30 @@ struct worker {
     }
 };
 
-/* ---- the pivot ------------------------------------------------------------------------------- */
+/* ---- a step ---------------------------------------------------------------------------------- */
 
-/* What the means need besides z, and the word that `chunks` of them are there. */
-template <int RP, int CL>
-__device__ static void leave(const smem<RP, CL> &m, const ctx &s, const mn_state_scan_job &job,
-                             int chunks) {
-    const int lane = (int)threadIdx.x % 32;
-    double *undo = job.work.undo + s.group * MN_SCAN_UNDO;
-    const int high = chunks > 0 ? MN_SCAN_CHUNK : s.high;    // rows that the means multiply by 0
-    for (int e = 2 * lane; e < MN_SCAN_UNDO && s.rank == 0; e += 64) {
-        const int t = e / (MN_SCAN_CHUNK + 4);
-        if (t < s.low || t >= high) continue;
-        *(double2 *)(undo + e) = *(const double2 *)&m.undo[0][e];
-    }
-    if (s.rank == 0 && lane >= s.low && lane < s.high) {
-        job.work.inverse[s.group * 16 + lane] = m.token.inverse[lane];
-        job.work.variance[s.group * 16 + lane] = m.token.variance[lane];
-    }
-    __syncwarp();
-    if (lane == 0 && chunks > 0) {
-        mn_store_release(job.work.done + s.scan * MN_SCAN_BLOCKS + s.rank, (int)chunks);
-    }
-    __syncwarp();
+template <int ID, int RP, int CL> __device__ inline void barrier_of(void) {
+    constexpr int WARPS = ID == WORKERS_ALONE           ? sizes<RP, CL>::WORKERS
+                          : ID == FOUND || ID == SOLVED ? sizes<RP, CL>::WORKERS + 3
+                                                        : sizes<RP, CL>::WORKERS + 1;
+    named_barrier<ID, 32 * WARPS>();
 }
 
-/* Asks for what the chunk at `place` needs (-1: there is none): queries, or the rest. */
-template <int RP, int CL>
-__device__ static void request_queries(smem<RP, CL> &m, const mn_state_scan_job &job,
-                                       int64_t place) {
-    if (!job.spreads || place < 0) return;
-    constexpr int SIZE = mn_state_scan_smem_tile(RP);
-    if (threadIdx.x % 32 == 0) mn_state_scan_expect(&m.arrived[1], SIZE);
+/* Without waiting. */
+template <int ID, int RP, int CL> __device__ inline void arrive_at(void) {
     __syncwarp();
-    mn_state_scan_load<SIZE>(m.queries[0], job.work.queries + place * SIZE, &m.arrived[1]);
-}
-
-template <int RP, int CL>
-__device__ static void ask(smem<RP, CL> &m, const mn_state_scan_job &job, int64_t place, int buffer,
-                           const ctx &s) {
-    constexpr int SIZE = mn_state_scan_smem_tile(RP), ALL = mn_state_scan_noised(RP),
-        OWN = ALL / CL;
-    constexpr int CHUNK = MN_SCAN_CHUNK;
-    if (place < 0) return;
-    const double *r2 = job.work.r2 + (place * job.p.call.G + s.g) * CHUNK;
-    if (threadIdx.x % 32 == 0) mn_state_scan_expect(&m.arrived[0], SIZE + OWN + 3 * RP + CHUNK);
-    __syncwarp();
-    mn_state_scan_load<SIZE>(m.keys[0], job.work.keys + place * SIZE, &m.arrived[0]);
-    mn_state_scan_load<OWN>(m.noised[0][0], job.work.noised + place * ALL + s.rank * OWN,
-                      &m.arrived[0]);
-    mn_state_scan_load<3 * RP>(m.ends[buffer][0], job.work.ends + place * 3 * RP, &m.arrived[0]);
-    mn_state_scan_load<CHUNK>(m.noise[buffer], r2, &m.arrived[0]);
-}
-
-/* ---- a chunk --------------------------------------------------------------------------------- */
-
-/* One step of a steep chunk in shared memory. */
-template <int RP, int CL>
-__device__ static void fill_steep(smem<RP, CL> &m, const mn_state_scan_job &job, const ctx &s,
-                                  const mn_state_scan_steep_step &step) {
-    using of = sizes<RP, CL>;
-    const double *keys = job.work.keys + s.place * mn_state_scan_smem_tile(RP);
-    const double *queries = job.work.queries + s.place * mn_state_scan_smem_tile(RP);
-    const double *steps = job.work.noised + s.place * mn_state_scan_noised(RP);
-    const double *ends = job.work.ends + s.place * 3 * RP;
-    const double l2 = step.front ? 0.0 : steps[MN_SCAN_CHUNK * RP + step.token];
-#pragma unroll 1
-    for (int e = threadIdx.x; e < MN_SCAN_CHUNK * RP; e += of::THREADS) {
-        const int t = e / RP, r = e % RP, own = r - (int)s.rank * of::OWN;
-        const int at = mn_state_scan_smem_tile_at(t, r, RP);
-        const double k = step.has(t) ? keys[at] : 0.0;
-        m.keys[0][at] = k;
-        if (own >= 0 && own < of::OWN) {
-            double nk = l2 * k;
-            if (step.front) nk = step.has(t) ? steps[t * RP + r] : 0.0;
-            m.noised[own / 32][t][own % 32] = nk;
-        }
-        if (job.spreads) m.queries[0][at] = step.has(t) ? queries[at] : 0.0;
-    }
-    mn_state_scan_steep_end<RP, of::THREADS>(m.ends[s.buffer], ends, steps, step, threadIdx.x);
-    mn_state_scan_before_copies();
-    __syncthreads();
+    mn_named_barrier_arrive(ID, 32 * (sizes<RP, CL>::WORKERS + (ID == SOLVED ? 3 : 1)));
 }
 
 /* A P that was handed in, rounded to float32, may be indefinite by as much; where the first key or
  * the noise of its write shows that, the diagonal is raised by a few roundings (see ref/bayes.c).
  * All threads of the cluster call, once S is summed up; says whether it has been. */
-template <bool PIVOT, int RP, int CL>
+template <role ROLE, int RP, int CL>
 __device__ static bool raised(worker<RP, CL> &mine, smem<RP, CL> &m, const ctx &s,
                               const mn_state_scan_job &job) {
     using of = sizes<RP, CL>;
     const double few = 8.0 * 0x1p-24;
-    if (!PIVOT) mine.weigh(m, job.step == 2);
+    if (ROLE == WORKS) mine.weigh(m, job.step == 2);
     __syncthreads();
     if (threadIdx.x < 2 * of::FOURS) {
         const int four = (int)threadIdx.x / 2, which = (int)threadIdx.x % 2;
@@ -771,73 +843,356 @@ __device__ static bool raised(worker<RP, CL> &mine, smem<RP, CL> &m, const ctx &
     for (int four = 0; four < of::ALL / 4; four++) {
         seen += m.raises[four][0], hidden += m.raises[four][1];
     }
-    const double variance = mn_pivot_sum<CL * of::GROUPS>(m.sums[0]);
+    const double variance = mn_pivot_pair<of::PARTS, MN_PIVOT_SUM>(m.lone.sums[0]).x;
     const double scale = few * (seen + hidden), r2 = m.noise[s.buffer][0];
     cluster_arrive<CL>(), cluster_wait<CL>();
     if (fmin(variance, r2) >= scale || hidden >= scale) return false;
-    if (!PIVOT) mine.raise(few);
+    if (ROLE == WORKS) mine.raise(few);
     return true;
 }
 
-/* Tokens [s.low, s.high) of the chunk in shared memory, after which `chunks` are done (0: not yet),
- * and the one at `next` (-1: none) asked for. `first`: the first ones behind a P_0 that was handed
- * in. `there`: workers have B; they go on to that of the chunk at `next` unless it is steep. `r2`
- * is the pivot's, of lane's token. */
-template <bool PIVOT, int RP, int CL>
-__device__ static void advance(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
-                               const mn_state_scan_job &job, double r2, int64_t next, int chunks,
-                               bool first, bool there) {
-    using of = sizes<RP, CL>;
+/* A part of a step that is done once more if P_0 has been raised. */
+template <role ROLE, int RP, int CL, typename F>
+__device__ static void until_raised(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
+                                    const mn_state_scan_job &job, F part) {
     for (bool again = false;; again = true) {
-        if (PIVOT) {
-            if (mine.lane < MN_SCAN_CHUNK) m.token.r2[mine.lane] = r2;
-            if (job.spreads) mn_state_scan_await(&m.arrived[1], s.chunk);
-            named_barrier<1, of::THREADS>();
-            if (!first) ask(m, job, next, 1 - s.buffer, s);
-            named_barrier<2, of::THREADS>();
-            await_full<CL>(&m.full[0], s.turns[0]);
-            if (mine.lane == 0) expect<CL>(&m.full[0], of::SUMS_BYTES);
-        } else {
-            mine.sit(s.rank);
-            mine.read(m, there && !again);
-            mine.sit(s.rank);
-            named_barrier<1, of::THREADS>();
-            mine.gather(m, s.rank);
-            named_barrier<2, of::THREADS>();
-            if (first) await_full<CL>(&m.full[0], s.turns[0]);
-        }
+        part();
         s.turns[0]++;
-        if (!first || again || !raised<PIVOT>(mine, m, s, job)) break;
+        if (!s.first || again || !raised<ROLE>(mine, m, s, job)) return;
     }
-    if (PIVOT) {
-        if (first) ask(m, job, next, 1 - s.buffer, s);
-        __syncwarp();
-        mn_pivot_add<CL * of::GROUPS>(m.token, m.sums);
-        if (!of::TWICE || !mn_pivot<false>(m.token, m.undo)) {
-            __syncwarp();
-            if (of::TWICE) mn_pivot_add<CL * of::GROUPS>(m.token, m.sums);
-            mn_pivot<true>(m.token, m.undo);
+}
+
+/* One step of a steep chunk in shared memory, by workers: a chunk's place, and its buffer. */
+template <int RP, int CL>
+__device__ static void fill_steep(smem<RP, CL> &m, const mn_state_scan_job &job,
+                                  const worker<RP, CL> &mine, unsigned rank, int64_t place,
+                                  int buffer, const mn_state_scan_steep_step &step) {
+    using of = sizes<RP, CL>;
+    constexpr int THREADS = 32 * of::WORKERS;
+    const double *keys = job.work.keys + place * mn_state_scan_smem_tile(RP);
+    const double *steps = job.work.noised + place * mn_state_scan_noised(RP);
+    const double *ends = job.work.ends + place * 3 * RP;
+    const double l2 = step.front ? 0.0 : steps[MN_SCAN_CHUNK * RP + step.token];
+    const int thread = 32 * mine.index + mine.lane;
+#pragma unroll 1
+    for (int e = thread; e < MN_SCAN_CHUNK * RP; e += THREADS) {
+        const int t = e / RP, r = e % RP, own = r - (int)rank * of::OWN;
+        const int at = mn_state_scan_smem_tile_at(t, r, RP);
+        const double k = step.has(t) ? keys[at] : 0.0;
+        m.keys[0][at] = k;
+        if (own >= 0 && own < of::OWN) {
+            double nk = l2 * k;
+            if (step.front) nk = step.has(t) ? steps[t * RP + r] : 0.0;
+            m.noised[own / 32][t][own % 32] = nk;
         }
-        named_barrier<1, of::THREADS>();
-        request_queries(m, job, next);
-        if (next >= 0) mn_state_scan_await(&m.arrived[0], s.chunk + 1);
-        named_barrier<2, of::THREADS>();
-        leave(m, s, job, chunks);
-    } else {
-        mine.sit(s.rank);
-        if (job.spreads) mine.spread(m);
-        mine.move(m.ends[s.buffer], job.step == 2);
-        mine.sit(s.rank);
-        named_barrier<1, of::THREADS>();
-        mine.solve(m, s, job);
-        mine.sit(s.rank);
-        named_barrier<2, of::THREADS>();
-        mine.await_tile(m, s);
-        const bool ahead = next >= 0 && !mn_state_scan_is_steep(m.keys[0], RP);
-        if (ahead) mine.template write<true>(m);
-        else mine.template write<false>(m);
     }
-    s.turns[1]++;
+    mn_state_scan_steep_end<RP, THREADS>(m.ends[buffer], ends, steps, step, thread);
+    mn_state_scan_before_copies();
+    barrier_of<WORKERS_ALONE, RP, CL>();
+}
+
+/* ---- the workers' part ----------------------------------------------------------------------- */
+
+/* B, unless it is there, and S, by themselves. */
+template <int RP, int CL>
+__device__ static void work_alone(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
+                                  const mn_state_scan_job &job) {
+    bool there = s.there;
+    until_raised<WORKS>(mine, m, s, job, [&] {
+        mine.sit();
+        if (!there) mine.multiply(m);
+        mine.put_before(m), mine.measure(m);
+        mine.sit();
+        barrier_of<PARTS_THERE, RP, CL>();
+        mine.template gather<3>(m, m.lone.sums[0]);
+        barrier_of<SUMS_THERE, RP, CL>();
+        if (s.first) await_full<CL>(&m.full[0], s.turns[0]);
+        there = false;
+    });
+}
+
+/* Waits for the next chunk's keys, with nothing behind a steep token. */
+template <int RP, int CL>
+__device__ static void await_next(const worker<RP, CL> &mine, smem<RP, CL> &m, const ctx &s,
+                                  const mn_state_scan_job &job) {
+    mn_state_scan_await(&m.arrived[0], s.chunk + 1);
+#if __CUDA_ARCH__ < 900
+    if (!s.primed) barrier_of<PARTS_THERE, RP, CL>();
+#endif
+    if (!mn_state_scan_is_steep(m.keys[0], RP)) return;
+    const int begin = mn_state_scan_steep_begin(m.keys[0], RP);
+    const mn_state_scan_steep_step front = { begin - 1, job.step, true };
+    mn_state_scan_await(&m.arrived[2 + 1 - s.buffer], (s.chunk + 1) / 2);
+    fill_steep(m, job, mine, s.rank, s.place + job.p.call.H, 1 - s.buffer, front);
+}
+
+/* What of the next chunk's B and S does not wait for this one's writes, P being Q. */
+template <int RP, int CL>
+__device__ static void work_ahead(worker<RP, CL> &mine, smem<RP, CL> &m, const ctx &s) {
+    mine.sit();
+    mine.multiply(m), mine.measure(m);
+    mine.sit();
+    barrier_of<PARTS_THERE, RP, CL>();
+    mine.template gather<7>(m, m.ahead);
+    arrive_at<SUMS_THERE, RP, CL>();
+}
+
+/* Writes P, and B of the next chunk where it is not steep. */
+template <int RP, int CL>
+__device__ static void write_reading(worker<RP, CL> &mine, smem<RP, CL> &m, const ctx &s) {
+    const mn_pivot_found &found = m.found[s.turns[1] % 2];
+    bool reads = s.follows();
+    if (reads) {
+        mn_state_scan_await(&m.arrived[0], s.chunk + 1);
+        reads = !mn_state_scan_is_steep(m.keys[0], RP);
+    }
+    if (reads) mine.template write<true>(m, found);
+    else mine.template write<false>(m, found), mine.forget();
+}
+
+template <int RP, int CL>
+__device__ static void work(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
+                            const mn_state_scan_job &job) {
+    using of = sizes<RP, CL>;
+    if (!s.primed) work_alone(mine, m, s, job);
+    mine.sit();
+    mn_state_scan_await(&m.arrived[2 + s.buffer], s.chunk / 2);
+    if constexpr (of::AHEAD) {
+        if (s.ahead) {
+            await_next(mine, m, s, job);
+            mine.compare(m, m.ends[s.buffer][0], job.step == 2);
+        }
+    }
+    if (job.spreads) mn_state_scan_await(&m.arrived[1], s.chunk), mine.spread(m);
+    mine.sit();
+    mine.move(m.ends[s.buffer], job.step == 2);
+    if constexpr (of::AHEAD) {
+        if (s.ahead) work_ahead(mine, m, s);
+    }
+    mine.sit();
+    barrier_of<FOUND, RP, CL>();
+    mine.solve(m, s, job);
+    mine.sit();
+    barrier_of<SOLVED, RP, CL>();
+    mine.await_tile(m, s);
+    if constexpr (!of::AHEAD) {
+        write_reading(mine, m, s);
+        return;
+    }
+    const mn_pivot_found &found = m.found[s.turns[1] % 2];
+    mine.template write<false>(m, found);
+    if (s.ahead) mine.sit(), mine.correct(m, found), mine.put_before(m);
+}
+
+/* ---- the pivot's part ------------------------------------------------------------------------ */
+
+/* W = L^-1 C and S = S0 - W'W / sigma of the next chunk. C lies with that one's tokens as rows, so
+ * that a lane has its numbers of the right factor in the order 0 2 4 6 1 3 5 7 of the rows. */
+template <int RP, int CL>
+__device__ static void couple(smem<RP, CL> &m, const mn_pivot_found &found) {
+    const int lane = (int)threadIdx.x % 32, i = lane % 4, j = lane / 4;
+    double2 sums[7];
+#pragma unroll
+    for (int f = 0; f < 7; f++) sums[f] = *(const double2 *)&m.ahead[64 * f + 2 * lane];
+    double a[8], w[2][2][2] = {};
+#pragma unroll
+    for (int f = 0; f < 4; f++) {
+        const double2 x = *(const double2 *)&found.undo[8 * (f % 2) + j][8 * (f / 2) + 2 * i];
+        a[4 * (f / 2) + f % 2] = x.x, a[4 * (f / 2) + 2 + f % 2] = x.y;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const double2 low = sums[3 + half], high = sums[5 + half];
+        const double c[4] = { low.x, low.y, high.x, high.y };
+        mn_mma_f64_k16(w[half], a, c);
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            *(double2 *)&m.lone.weights[8 * n + j][8 * half + 2 * i] = make_double2(w[half][n][0],
+                                                                                    w[half][n][1]);
+        }
+    }
+    __syncwarp();
+    double s[2][2][2] = { { { sums[0].x, sums[0].y }, { 0.0, 0.0 } },
+                          { { sums[1].x, sums[1].y }, { sums[2].x, sums[2].y } } };
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        a[2 * k] = m.lone.weights[4 * k + i][j], a[2 * k + 1] = m.lone.weights[4 * k + i][8 + j];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        double b[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) b[k] = -found.inverse[4 * k + i] * a[2 * k + half];
+        mn_mma_f64_k16(s[half], a, b);
+    }
+    *(double2 *)&m.token.sum[2 * lane] = make_double2(s[0][0][0], s[0][0][1]);
+    *(double2 *)&m.token.sum[64 + 2 * lane] = make_double2(s[1][0][0], s[1][0][1]);
+    *(double2 *)&m.token.sum[128 + 2 * lane] = make_double2(s[1][1][0], s[1][1][1]);
+}
+
+/* S by itself. */
+template <int RP, int CL>
+__device__ static void pivot_alone(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
+                                   const mn_state_scan_job &job) {
+    using of = sizes<RP, CL>;
+    const int lane = (int)threadIdx.x % 32;
+    const bool writes = lane >= s.low && lane < s.high;
+    if (lane < MN_SCAN_CHUNK) m.token.r2[lane] = writes ? m.noise[s.buffer][lane] : 1.0;
+    until_raised<PIVOTS>(mine, m, s, job, [&] {
+        barrier_of<SUMS_THERE, RP, CL>();
+        await_full<CL>(&m.full[0], s.turns[0]);
+        if (lane == 0) expect<CL>(&m.full[0], of::SUMS_BYTES);
+    });
+#pragma unroll
+    for (int f = 0; f < 3; f++) {
+        *(double2 *)&m.token.sum[64 * f + 2 * lane] = mn_pivot_pair<of::PARTS, MN_PIVOT_SUM>(
+            &m.lone.sums[0][64 * f + 2 * lane]);
+    }
+}
+
+template <int RP, int CL>
+__device__ static void pivot(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
+                             const mn_state_scan_job &job) {
+    using of = sizes<RP, CL>;
+    const int lane = (int)threadIdx.x % 32;
+    mn_pivot_found &found = m.found[s.turns[1] % 2];
+    if (!s.primed) pivot_alone(mine, m, s, job);
+    __syncwarp();
+    mn_pivot_place(m.token);
+    if (!of::TWICE || !mn_pivot<false>(m.token, found)) {
+        __syncwarp();
+        if (of::TWICE) mn_pivot_place(m.token);
+        mn_pivot<true>(m.token, found);
+    }
+    if (s.ahead) barrier_of<SUMS_THERE, RP, CL>();
+    barrier_of<FOUND, RP, CL>();
+    if constexpr (!of::AHEAD) {
+        barrier_of<SOLVED, RP, CL>();
+        return;
+    }
+    if (s.ahead) {
+        couple(m, found);
+        const int how = m.how[1 - s.buffer];
+        const bool writes = how == 0 || lane < how - 1;
+        if (lane < MN_SCAN_CHUNK) m.token.r2[lane] = writes ? m.noise[1 - s.buffer][lane] : 1.0;
+    }
+    arrive_at<SOLVED, RP, CL>();
+}
+
+/* ---- copies, by a warp ----------------------------------------------------------------------- */
+
+/* Asks for a chunk's keys, noise of states and of values. */
+template <int RP, int CL>
+__device__ static void request_keys(smem<RP, CL> &m, const mn_state_scan_job &job, const ctx &s,
+                                    int64_t place, int buffer) {
+    constexpr int SIZE = mn_state_scan_smem_tile(RP), ALL = mn_state_scan_noised(RP),
+                  OWN = ALL / CL;
+    constexpr int CHUNK = MN_SCAN_CHUNK;
+    const double *r2 = job.work.r2 + (place * job.p.call.G + s.g) * CHUNK;
+    if (threadIdx.x % 32 == 0) mn_state_scan_expect(&m.arrived[0], SIZE + OWN + CHUNK);
+    __syncwarp();
+    mn_state_scan_load<SIZE>(m.keys[0], job.work.keys + place * SIZE, &m.arrived[0]);
+    mn_state_scan_load<OWN>(m.noised[0][0], job.work.noised + place * ALL + s.rank * OWN,
+                            &m.arrived[0]);
+    mn_state_scan_load<CHUNK>(m.noise[buffer], r2, &m.arrived[0]);
+}
+
+/* Asks for what moves P behind a chunk. */
+template <int RP, int CL>
+__device__ static void request_ends(smem<RP, CL> &m, const mn_state_scan_job &job, int64_t place,
+                                    int buffer) {
+    uint64_t *arrived = &m.arrived[2 + buffer];
+    if (threadIdx.x % 32 == 0) mn_state_scan_expect(arrived, 3 * RP);
+    __syncwarp();
+    mn_state_scan_load<3 * RP>(m.ends[buffer][0], job.work.ends + place * 3 * RP, arrived);
+}
+
+template <int RP, int CL>
+__device__ static void request_queries(smem<RP, CL> &m, const mn_state_scan_job &job,
+                                       int64_t place) {
+    if (!job.spreads) return;
+    constexpr int SIZE = mn_state_scan_smem_tile(RP);
+    if (threadIdx.x % 32 == 0) mn_state_scan_expect(&m.arrived[1], SIZE);
+    __syncwarp();
+    mn_state_scan_load<SIZE>(m.queries[0], job.work.queries + place * SIZE, &m.arrived[1]);
+}
+
+/* What the first chunks need; of the first one all but queries are there behind it. */
+template <int RP, int CL>
+__device__ static void load_first(smem<RP, CL> &m, const mn_state_scan_job &job, const ctx &s,
+                                  int64_t length) {
+    mn_state_scan_before_copies();
+    request_keys(m, job, s, s.place, 0), request_queries(m, job, s.place);
+    request_ends(m, job, s.place, 0);
+    if (length > MN_SCAN_CHUNK) request_ends(m, job, s.place + job.p.call.H, 1);
+    mn_state_scan_await(&m.arrived[0], 0);
+    if (threadIdx.x % 32 == 0) m.how[0] = (int)m.keys[0][2 * RP];
+}
+
+/* Workers have read the next chunk's keys, and the place is the one's behind it: unless steps go
+ * through a steep one there. */
+template <int RP, int CL>
+__device__ static void load_behind(smem<RP, CL> &m, const ctx &s, const mn_state_scan_job &job) {
+    const int how = m.how[1 - s.buffer];
+    barrier_of<PARTS_THERE, RP, CL>();
+    if (how == 0 && s.rest > 1) {
+        request_keys(m, job, s, s.place + 2 * job.p.call.H, s.buffer);
+    }
+}
+
+/* Waits for the next chunk's keys and says what it is. */
+template <int RP, int CL>
+__device__ static void load_next(smem<RP, CL> &m, const ctx &s) {
+    mn_state_scan_await(&m.arrived[0], s.chunk + 1);
+#if __CUDA_ARCH__ < 900
+    if (s.ahead && !s.primed) barrier_of<PARTS_THERE, RP, CL>();
+#endif
+    if (threadIdx.x % 32 == 0) m.how[1 - s.buffer] = (int)m.keys[0][2 * RP];
+    __syncwarp();
+}
+
+template <int RP, int CL>
+__device__ static void load(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
+                            const mn_state_scan_job &job) {
+    const int64_t next = s.place + job.p.call.H;
+    if (!s.primed) {
+        until_raised<LOADS>(mine, m, s, job, [] { barrier_of<PARTS_THERE, RP, CL>(); });
+        if (s.follows()) request_keys(m, job, s, next, 1 - s.buffer);
+    }
+    if (s.ahead) load_next(m, s), load_behind(m, s, job);
+    barrier_of<FOUND, RP, CL>();
+    if (s.follows()) request_queries(m, job, next);
+    if (s.follows() && !s.ahead) load_next(m, s);
+#if __CUDA_ARCH__ < 900
+    mn_state_scan_await(NULL, 0);
+#endif
+    barrier_of<SOLVED, RP, CL>();
+    if (s.last && s.rest > 1) request_ends(m, job, s.place + 2 * job.p.call.H, s.buffer);
+}
+
+/* ---- results, by a warp ---------------------------------------------------------------------- */
+
+/* What the means need besides z, and the word that the chunk is there. */
+template <int RP, int CL>
+__device__ static void leave(const mn_pivot_found &found, const ctx &s,
+                             const mn_state_scan_job &job) {
+    const int lane = (int)threadIdx.x % 32;
+    double *undo = job.work.undo + s.group * MN_SCAN_UNDO;
+    const int high = s.last ? MN_SCAN_CHUNK : s.high;    // rows that the means multiply by 0
+    for (int e = 2 * lane; e < MN_SCAN_UNDO && s.rank == 0; e += 64) {
+        const int t = e / (MN_SCAN_CHUNK + 4);
+        if (t < s.low || t >= high) continue;
+        *(double2 *)(undo + e) = *(const double2 *)&found.undo[0][e];
+    }
+    if (s.rank == 0 && lane >= s.low && lane < s.high) {
+        job.work.inverse[s.group * 16 + lane] = found.inverse[lane];
+        job.work.variance[s.group * 16 + lane] = found.variance[lane];
+    }
+    __syncwarp();
+    if (lane == 0 && s.last) {
+        mn_store_release(job.work.done + s.scan * MN_SCAN_BLOCKS + s.rank, (int)s.chunk + 1);
+    }
+    __syncwarp();
 }
 
 /* Parts of qh'Ph qh, by four workers each: 32 rows. */
@@ -845,7 +1200,7 @@ template <int RP, int CL>
 __device__ static void put_spread(const smem<RP, CL> &m, const ctx &s,
                                   const mn_state_scan_job &job) {
     using of = sizes<RP, CL>;
-    const int t = (int)threadIdx.x;
+    const int t = (int)threadIdx.x % 32;
     if (!job.spreads || t < s.low || t >= s.high) return;
     for (int four = 0; four < of::FOURS; four++) {
         double sum = 0.0;
@@ -855,70 +1210,92 @@ __device__ static void put_spread(const smem<RP, CL> &m, const ctx &s,
     }
 }
 
-/* The chunks of a sequence, by the pivot or by workers. */
-template <bool PIVOT, int RP, int CL>
-__device__ static void state_scan(smem<RP, CL> &m, ctx s, const mn_state_scan_job &job) {
+template <int RP, int CL>
+__device__ static void put(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
+                           const mn_state_scan_job &job) {
+    if (!s.primed) until_raised<LEAVES>(mine, m, s, job, [] {});
+    barrier_of<FOUND, RP, CL>();
+    put_spread(m, s, job);
+    barrier_of<SOLVED, RP, CL>();
+    leave<RP, CL>(m.found[s.turns[1] % 2], s, job);
+}
+
+/* ---- the scan -------------------------------------------------------------------------------- */
+
+/* A step: tokens [s.low, s.high) of the chunk at s.place. */
+template <role ROLE, int RP, int CL>
+__device__ static void advance(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
+                               const mn_state_scan_job &job) {
+        if (ROLE == WORKS) work(mine, m, s, job);
+    if (ROLE == PIVOTS) pivot(mine, m, s, job);
+    if (ROLE == LOADS) load(mine, m, s, job);
+    if (ROLE == LEAVES) put(mine, m, s, job);
+    s.turns[1]++;
+}
+
+/* Barriers, by one thread. */
+template <int RP, int CL>
+__device__ static void open(smem<RP, CL> &m) {
     using of = sizes<RP, CL>;
+    for (int i = 0; i < 3; i++) mn_state_scan_open(&m.full[i]);
+    for (int i = 0; i < 4; i++) mn_state_scan_open(&m.arrived[i]);
+    expect<CL>(&m.full[0], of::SUMS_BYTES), expect<CL>(&m.full[1], of::SMEM_TILE_BYTES);
+    if (of::HALVES) expect<CL>(&m.full[2], 0);
+    }
+
+/* The chunks of a sequence, by warps of one role. */
+template <role ROLE, int RP, int CL>
+__device__ static void state_scan(smem<RP, CL> &m, ctx s, const mn_state_scan_job &job) {
     const mn_call &call = job.p.call;
-    if (job.redo) mn_pdl_wait();
     const int64_t all = mn_state_scan_length(job, s.n, s.h);
     worker<RP, CL> mine;
-    mine.sit(s.rank);
+    mine.sit();
     s.place = mn_state_scan_slot(call, s.n) * call.H + s.h;
-    if (!PIVOT) mine.load(job, s);
-    if (PIVOT && mine.lane == 0) {
+    if (ROLE == WORKS) mine.load(job, s);
+    if (ROLE == LOADS && mine.lane == 0) {
         m.length = (int)all, m.first = (int)s.place;
-        mn_state_scan_open(&m.full[0]), mn_state_scan_open(&m.full[1]);
-        mn_state_scan_open(&m.arrived[0]), mn_state_scan_open(&m.arrived[1]);
-        expect<CL>(&m.full[0], of::SUMS_BYTES), expect<CL>(&m.full[1], of::SMEM_TILE_BYTES);
-        if (of::HALVES) mn_state_scan_open(&m.full[2]), expect<CL>(&m.full[2], 0);
+        open(m);
     }
     s.turns[0] = s.turns[1] = 0;
     mn_pdl_wait();
     mn_pdl_launch_dependents();
-    if (PIVOT && all > 0) {
-        mn_state_scan_before_copies();
-        ask(m, job, s.place, 0, s), request_queries(m, job, s.place);
-        mn_state_scan_await(&m.arrived[0], 0);
-    }
+    if (ROLE == LOADS && all > 0) load_first(m, job, s, all);
     __syncthreads();
     cluster_arrive<CL>(), cluster_wait<CL>();
     for (int chunk = 0;; chunk++) {
         const volatile int *length = &m.length, *front = &m.first;    // anew, as `sit` says
-        const int left = *length - chunk * MN_SCAN_CHUNK;
+        const volatile int *hows = m.how;
+        const int left = *length - chunk * MN_SCAN_CHUNK, how = hows[chunk % 2];
         if (left <= 0) break;
-        const bool steep = mn_state_scan_is_steep(m.keys[0], RP), last = left <= MN_SCAN_CHUNK;
         s.place = *front + chunk * call.H;
-        const int64_t next = last ? -1 : s.place + call.H;
-        const int count = min((int)MN_SCAN_CHUNK, left);
-        const int begin = steep ? mn_state_scan_steep_begin(m.keys[0], RP) : 1;
-        const int end = steep ? count : 1;
+        s.rest = (left - 1) / MN_SCAN_CHUNK;
+        const bool steep = how != 0;
+        const int begin = steep ? how - 1 : 1;
+        const int end = steep ? min((int)MN_SCAN_CHUNK, left) : 1;
         s.group = s.place * call.G + s.g;
         s.chunk = (unsigned)chunk, s.buffer = chunk % 2;
         for (int token = begin - 1; token < end; token++) {
             const mn_state_scan_steep_step step = { token, job.step, token < begin };
-            const bool ends = token + 1 == end;
             s.low = 0, s.high = MN_SCAN_CHUNK;    // zeros behind the last token
-            if (steep) {
-                s.low = step.front ? 0 : token, s.high = token + 1;
-                if (PIVOT && job.spreads) mn_state_scan_await(&m.arrived[1], s.chunk);
-                __syncthreads();
-                fill_steep(m, job, s, step);
+            s.last = token + 1 == end;
+            s.primed = sizes<RP, CL>::AHEAD && chunk > 0 && step.front;
+            s.ahead = sizes<RP, CL>::AHEAD && s.follows();
+            s.there = !sizes<RP, CL>::AHEAD && chunk > 0 && !steep;
+            if (steep) s.low = step.front ? 0 : token, s.high = token + 1;
+            if (ROLE == WORKS && steep && !s.primed) {
+                mn_state_scan_await(&m.arrived[2 + s.buffer], s.chunk / 2);
+                fill_steep(m, job, mine, s.rank, s.place, s.buffer, step);
             }
-            const bool first = job.p.P0.data && chunk == 0 && s.low == 0 && s.high > 0;
-            const bool writes = PIVOT && (!steep || step.has(mine.lane % 16));
-            const double r2 = writes ? m.noise[s.buffer][mine.lane % 16] : 1.0;
-            advance<PIVOT>(mine, m, s, job, r2, ends ? next : -1, ends ? chunk + 1 : 0, first,
-                           !steep && chunk > 0);
-            if (!PIVOT) put_spread(m, s, job);
+            s.first = job.p.P0.data && chunk == 0 && s.low == 0 && s.high > 0;
+            advance<ROLE>(mine, m, s, job);
         }
     }
-    if (!PIVOT) mine.store(job, s);
+    if (ROLE == WORKS) mine.store(job, s);
 }
 
 template <int RP, int CL>
 __global__ void __maxnreg__((sizes<RP, CL>::REGISTERS))
-covariance_kernel(const __grid_constant__ mn_state_scan_job job) {
+    covariance_kernel(const __grid_constant__ mn_state_scan_job job) {
     extern __shared__ __align__(16) unsigned char memory[];
     smem<RP, CL> &m = *(smem<RP, CL> *)memory;
     const mn_call &call = job.p.call;
@@ -926,20 +1303,26 @@ covariance_kernel(const __grid_constant__ mn_state_scan_job job) {
     s.rank = rank_of_block<CL>();
     s.scan = blockIdx.x / CL;
     s.g = s.scan % call.G, s.h = s.scan / call.G % call.H, s.n = s.scan / call.G / call.H;
-    if (threadIdx.x / 32 == sizes<RP, CL>::WORKERS) state_scan<true>(m, s, job);
-    else state_scan<false>(m, s, job);
+    if (job.redo) {    // nearly always nothing is to be done again
+        mn_pdl_wait();
+        if (mn_state_scan_length(job, s.n, s.h) == 0) return;
+    }
+    switch (role_of<RP, CL>((int)threadIdx.x / 32)) {
+    case WORKS: state_scan<WORKS>(m, s, job); break;
+    case PIVOTS: state_scan<PIVOTS>(m, s, job); break;
+    case LOADS: state_scan<LOADS>(m, s, job); break;
+    case LEAVES: state_scan<LEAVES>(m, s, job); break;
+    }
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-template <int RP, int CL>
-static size_t smem_of(bool spreads) {
+template <int RP, int CL> static size_t smem_of(bool spreads) {
     typedef smem<RP, CL> all;
     return spreads ? sizeof(all) : offsetof(all, queries);
 }
 
-template <int RP, int CL>
-static int start(const mn_state_scan_job *job, cudaStream_t stream) {
+template <int RP, int CL> static int start(const mn_state_scan_job *job, cudaStream_t stream) {
     const mn_call &call = job->p.call;
     const size_t bytes = smem_of<RP, CL>(job->spreads);
     cudaError_t code = cudaFuncSetAttribute(

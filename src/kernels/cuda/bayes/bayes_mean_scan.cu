@@ -1,12 +1,13 @@
 /* bayes_mean_scan.cu - means and what is read from them, chunk after chunk, from what the scan over
  * covariances leaves; bayes_fwd_chunk.cuh.
  *
- * A block has a slice of 32 value columns of a group. Of its four warps each has 16 of these, which
- * are rows of Mh', and half of the state's rows:
+ * A block has a slice of 32 value columns of a group. Of its warps each has 16 of these, which are
+ * rows of Mh', and a part of the state's rows, a half, or a quarter where blocks are small and many
+ * processors idle:
  *
  *   E = kh Mh - v    O = qh Mh    W = qh z'    e' = - E'L^-T / sigma    o = O + W e    Mh' + e'z
  *
- * What two warps have of a sum is exchanged once, between two barriers of which one is the next
+ * What warps have of a sum is exchanged once, between two barriers of which one is the next
  * chunk's. A block starts beside a block of the covariance scan on the same processor, and
  * follows that scan chunk by chunk. */
 #include "kernels/cuda/prim/pdl.cuh"
@@ -16,9 +17,17 @@
 namespace mneme::bayes {
 
 enum {
-    WARPS = 4, THREADS = 32 * WARPS, SLICE = MN_SCAN_SLICE, CHUNK = MN_SCAN_CHUNK,
-    HALVES = 2,                     // warps that share value columns
-    KEYS = 0, WRITES = 1,           // the warps that issue their loads
+    SLICE = MN_SCAN_SLICE, CHUNK = MN_SCAN_CHUNK,
+};
+
+template <int RP>
+struct sizes {
+    static constexpr int PARTS = RP == 64 ? 4 : 2;    // warps that share value columns
+    static constexpr int WARPS = SLICE / 16 * PARTS, THREADS = 32 * WARPS;
+    /* The warps that issue loads, and that store no o where others do. */
+    static constexpr int KEYS = PARTS - 2, WRITES = PARTS - 1;
+    /* Blocks of eight value columns of O that a warp leaves for others. */
+    static constexpr int LEFT = PARTS == 2 ? 1 : 2;
 };
 
 /* What the covariance scan leaves of a chunk. */
@@ -30,17 +39,19 @@ struct alignas(16) writes {
 };
 
 /* What warps have of sums: E' by values and tokens; by fragments, pairs of numbers of each lane,
- * O of eight value columns that the other warp reads, and W of eight s. */
+ * O of eight value columns that another warp reads, and W of eight s. */
+template <int RP>
 struct alignas(16) shares {
-    double e[WARPS][16][CHUNK + 4], o[WARPS][2][64], w[WARPS][2][64];
+    static constexpr int WARPS = sizes<RP>::WARPS;
+    double e[WARPS][16][CHUNK + 4], o[WARPS][sizes<RP>::LEFT][2][64], w[WARPS][2][64];
 };
 
 template <int RP>
 struct alignas(16) smem {
     double keys[8][2 * RP + 2], queries[8][2 * RP + 2];
     writes<RP> in[2];
-    shares share[2];                    // of steps in turn
-    unsigned values[WARPS][4][32];      // v of a chunk, for each lane what it asked for itself
+    shares<RP> share[2];                // of steps in turn
+    unsigned values[sizes<RP>::WARPS][4][32];    // v of a chunk, for each lane what it asked for
     uint64_t arrived[2];                // keys and queries, writes
 };
 
@@ -68,16 +79,20 @@ __device__ static inline void copy_word(unsigned *to, const void *from) {
 
 template <typename T, int RP>
 struct worker {
-    static constexpr int TILES = RP / 16;
+    using of = sizes<RP>;
+    static constexpr int PARTS = of::PARTS, TILES = RP / (8 * PARTS);
     double M[TILES][2][2];
-    int index, lane, value, part;    // own warp; first column of the slice; half of the rows
+    int index, lane, value, part;    // own warp; first column of the slice; part of the rows
 
     __device__ worker(void) {
         index = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-        value = index / HALVES * 16, part = index % HALVES;
+        value = index / PARTS * 16, part = index % PARTS;
     }
 
-    __device__ int row(int b) const { return part * (RP / 2) + 8 * b; }
+    __device__ int row(int b) const { return part * (RP / PARTS) + 8 * b; }
+
+    /* Whether it subtracts values and stores o: two of those that share value columns. */
+    __device__ bool ends(void) const { return PARTS == 2 || part < 2; }
 
     __device__ void put_share(double (&to)[64], const double (&x)[2]) const {
         *(double2 *)&to[2 * lane] = make_double2(x[0], x[1]);
@@ -88,11 +103,11 @@ struct worker {
         x[0] += pair.x, x[1] += pair.y;
     }
 
-    /* Parts of E and O over these rows; that of O is left for the other warp, but for the value
+    /* Parts of E and O over these rows; that of O is left for other warps, but for the value
      * columns that this one reads, which `own` has. */
     template <bool READS>
     __device__ void read(double (&own)[2][2], double (&e)[2][2][2], const smem<RP> &m,
-                         shares &share) const {
+                         shares<RP> &share) const {
         const int j = lane / 4, pair = 2 * (lane % 4);
         double o[2][2][2] = {};
 #pragma unroll
@@ -116,20 +131,25 @@ struct worker {
                 others[i] = part ? o[0][f][i] : o[1][f][i];
                 own[f][i] = part ? o[1][f][i] : o[0][f][i];
             }
-            put_share(share.o[index][f], others);
+            if (PARTS == 2) {
+                put_share(share.o[index][0][f], others);
+            } else {
+                put_share(share.o[index][0][f], o[0][f]);
+                put_share(share.o[index][of::LEFT - 1][f], o[1][f]);
+            }
         }
     }
 
-    /* E - v for the others, v being the values of half of the tokens. */
-    __device__ void take_values(double (&e)[2][2][2], const smem<RP> &m, shares &share) const {
+    /* E - v for the others, v being the values of half of the tokens, or of none. */
+    __device__ void take_values(double (&e)[2][2][2], const smem<RP> &m, shares<RP> &share) const {
         const int j = lane / 4, pair = 2 * (lane % 4);
         asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll
         for (int x = 0; x < 4; x++) {
             unsigned bits = m.values[index][sizeof(T) == 2 ? x / 2 : x][lane];
             if (sizeof(T) == 2) bits = x % 2 ? bits & 0xffff0000u : bits << 16;
-            e[x / 2][0][x % 2] -= (double)__uint_as_float(part ? 0 : bits);
-            e[x / 2][1][x % 2] -= (double)__uint_as_float(part ? bits : 0);
+            e[x / 2][0][x % 2] -= (double)__uint_as_float(part == 0 ? bits : 0);
+            e[x / 2][1][x % 2] -= (double)__uint_as_float(part == 1 ? bits : 0);
         }
 #pragma unroll
         for (int x = 0; x < 8; x++) {
@@ -139,7 +159,7 @@ struct worker {
     }
 
     /* Its part of W: s in the half that this warp's value columns say. */
-    __device__ void weigh(const smem<RP> &m, const writes<RP> &in, shares &share) const {
+    __device__ void weigh(const smem<RP> &m, const writes<RP> &in, shares<RP> &share) const {
         double w[2][2][2] = {};
         const int j = lane / 4, pair = 2 * (lane % 4), half = value / 16;
 #pragma unroll
@@ -166,6 +186,7 @@ struct worker {
      * none to keep addresses in. */
     __device__ void request_values(smem<RP> &m, const mn_state_scan_job &job, const ctx &s,
                                    int64_t t, int count) const {
+        if (!ends()) return;
         int own = column(0);
         asm volatile("" : "+r"(own));
         const T *from = mn_row<T>(job.p.v, s.span.b, s.span.t0 + t, s.h) + s.first;
@@ -187,17 +208,25 @@ struct worker {
     }
 
     /* e' / sigma from E's parts: rows are values, e[half] has tokens [8 half, 8 half + 8). */
-    __device__ void solve(double (&e)[2][2][2], const writes<RP> &in, const shares &share) const {
+    __device__ void solve(double (&e)[2][2][2], const writes<RP> &in,
+                          const shares<RP> &share) const {
         const int i = 2 * (lane % 4), j = lane / 4;
         double a[8];
 #pragma unroll
         for (int f = 0; f < 4; f++) {    // rows 8 (f % 2) on, tokens 8 (f / 2) on
-            const double2 mine =
-                *(const double2 *)&share.e[index][8 * (f % 2) + j][8 * (f / 2) + i];
-            const double2 other =
-                *(const double2 *)&share.e[index ^ 1][8 * (f % 2) + j][8 * (f / 2) + i];
+            double2 x[PARTS];
+#pragma unroll
+            for (int n = 0; n < PARTS; n++) {    // of two its own one first, which is the same
+                const int from = PARTS == 2 ? index ^ n : index / PARTS * PARTS + n;
+                x[n] = *(const double2 *)&share.e[from][8 * (f % 2) + j][8 * (f / 2) + i];
+            }
+            double2 sum = make_double2(x[0].x + x[1].x, x[0].y + x[1].y);
+            if (PARTS == 4) {
+                const double2 &low = x[PARTS - 2], &high = x[PARTS - 1];
+                sum.x += low.x + high.x, sum.y += low.y + high.y;
+            }
             double *to = &a[4 * (f / 2) + f % 2];
-            to[0] = mine.x + other.x, to[2] = mine.y + other.y;
+            to[0] = sum.x, to[2] = sum.y;
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -248,17 +277,24 @@ struct worker {
     }
 
     /* o of eight value columns, `part` says which of two blocks. */
-    __device__ void put(double (&c)[2][2], const double (&e)[2][2][2], const shares &share,
+    __device__ void put(double (&c)[2][2], const double (&e)[2][2][2], const shares<RP> &share,
                         const mn_state_scan_job &job, const ctx &s, const tokens &at) const {
         const int pair = 2 * (lane % 4), j = lane / 4;
         double a[8], b[4];
 #pragma unroll
-        for (int m = 0; m < 2; m++) add_share(c[m], share.o[index ^ 1][m]);
+        for (int m = 0; m < 2; m++) {
+            if (PARTS == 2) add_share(c[m], share.o[index ^ 1][0][m]);
+#pragma unroll
+            for (int n = 1; n < (PARTS == 2 ? 0 : PARTS); n++) {
+                add_share(c[m], share.o[index ^ n][part * (of::LEFT - 1)][m]);
+            }
+        }
 #pragma unroll
         for (int f = 0; f < 4; f++) {    // tokens t 8 (f % 2) on, s 8 (f / 2) on
-            const double2 first = *(const double2 *)&share.w[HALVES * (f / 2)][f % 2][2 * lane];
+            const double2 first = *(const double2 *)&share.w[PARTS * (f / 2)][f % 2][2 * lane];
             double w[2] = { first.x, first.y };
-            add_share(w, share.w[HALVES * (f / 2) + 1][f % 2]);
+#pragma unroll
+            for (int n = 1; n < PARTS; n++) add_share(w, share.w[PARTS * (f / 2) + n][f % 2]);
 #pragma unroll
             for (int x = 0; x < 2; x++) {
                 const bool before = 8 * (f / 2) + pair + x <= 8 * (f % 2) + j;
@@ -348,6 +384,7 @@ __device__ static void fill_steep(smem<RP> &m, writes<RP> &in, const mn_state_sc
     const double *keys = job.work.keys + place * mn_state_scan_smem_tile(RP);
     const double *queries = job.work.queries + place * mn_state_scan_smem_tile(RP);
     const double *z = job.work.z + group * mn_state_scan_smem_tile(RP);
+    constexpr int THREADS = sizes<RP>::THREADS;
 #pragma unroll 1
     for (int e = threadIdx.x; e < CHUNK * RP; e += THREADS) {
         const int t = e / RP, r = e % RP;
@@ -386,7 +423,7 @@ __device__ static void advance(worker<T, RP> &mine, smem<RP> &m, news &seen,
                                const mn_state_scan_job &job, const ctx &s, const tokens &at,
                                int left, int tail) {
     const writes<RP> &in = m.in[at.chunk % 2];
-    shares &share = m.share[at.step % 2];
+    shares<RP> &share = m.share[at.step % 2];
     double e[2][2][2], o[2][2];
     mine.template read<READS>(o, e, m, share);
     if (!STEEP) await_copies(&m.arrived[1], at.chunk);
@@ -395,14 +432,14 @@ __device__ static void advance(worker<T, RP> &mine, smem<RP> &m, news &seen,
     __syncthreads();
     if (left > 0) {
         const unsigned next = at.place + (unsigned)job.p.call.H;
-        if (mine.index == KEYS) request_keys<READS>(m, job, next);
-        if (mine.index == WRITES && seen.known > (int)at.chunk + 1) {
+        if (mine.index == sizes<RP>::KEYS) request_keys<READS>(m, job, next);
+        if (mine.index == sizes<RP>::WRITES && seen.known > (int)at.chunk + 1) {
             request_writes(m, seen.known, job, s, next, (int)at.chunk + 1), seen.asked = true;
         }
         mine.request_values(m, job, s, at.t + CHUNK, left > 1 ? (int)CHUNK : tail);
     }
     mine.solve(e, in, share);
-    if (READS) mine.put(o, e, share, job, s, at);
+    if (READS && mine.ends()) mine.put(o, e, share, job, s, at);
     mine.write(in, e, job.step == 2);
 }
 
@@ -444,8 +481,8 @@ __device__ static void state_scan(const mn_state_scan_job &job, const ctx &s) {
     __syncthreads();
     if (chunks > 0) {
         mn_state_scan_before_copies();
-        if (mine.index == KEYS) request_keys<READS>(m, job, at.place);
-        if (mine.index == WRITES) request_writes(m, seen.known, job, s, at.place, 0);
+        if (mine.index == sizes<RP>::KEYS) request_keys<READS>(m, job, at.place);
+        if (mine.index == sizes<RP>::WRITES) request_writes(m, seen.known, job, s, at.place, 0);
         mine.request_values(m, job, s, 0, chunks > 1 ? (int)CHUNK : tail);
     }
     for (int left = chunks - 1; left >= 0; left--) {
@@ -458,7 +495,7 @@ __device__ static void state_scan(const mn_state_scan_job &job, const ctx &s) {
             advance<READS, false>(mine, m, seen, job, s, at, left, tail), at.step++;
         }
         at.chunk++, at.place += (unsigned)call.H, at.t += CHUNK;
-        if (mine.index == WRITES && !seen.asked) {
+        if (mine.index == sizes<RP>::WRITES && !seen.asked) {
             request_writes(m, seen.known, job, s, at.place, (int)at.chunk);
         }
     }
@@ -467,8 +504,7 @@ __device__ static void state_scan(const mn_state_scan_job &job, const ctx &s) {
     mine.each(job, s, [&](double &x, int r, int column) { mean[r * call.V + column] = (float)x; });
 }
 
-/* Grid: slices blocks of 128 threads for each group g of a head h of a sequence n, 32 value columns
- * each.
+/* Grid: slices blocks for each group g of a head h of a sequence n, 32 value columns each.
  * Loads   M0 (R, 32 columns) at the start; for each chunk kh, qh (16,R), v (16, 32 columns), and z
  *         (16,R), L^-1 (16,16), Phi (R) and 1 / sigma (16) of the covariance scan.
  * Stores  o (16, 32 columns) of each chunk where given; M at the end.
@@ -484,6 +520,10 @@ mean_kernel(const __grid_constant__ mn_state_scan_job job, int slices) {
     const int skipped = (int)(blockIdx.x % slices) * SLICE;
     s.first = columns.first + skipped, s.columns = min(columns.count - skipped, (int)SLICE);
     s.span = mn_span_at(call, s.n), s.span.length = mn_state_scan_length(job, s.n, s.h);
+    if (job.redo && s.span.length == 0) {    // nearly always; what comes behind it still waits
+        mn_pdl_wait();
+        return;
+    }
     s.pairs = job.p.v.stride[1] % 2 == 0 && s.columns % 2 == 0 &&
               (uintptr_t)(mn_row<T>(job.p.v, s.span.b, s.span.t0, s.h) + s.first) % 4 == 0;
     if (s.columns > 0 && job.reads && job.p.o.data) state_scan<T, RP, true>(job, s);
@@ -493,7 +533,7 @@ mean_kernel(const __grid_constant__ mn_state_scan_job job, int slices) {
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-template <typename T, int RP, int REGISTERS = (RP < 128 ? 168 : 255)>
+template <typename T, int RP, int REGISTERS = (RP == 64 ? 128 : RP < 128 ? 168 : 255)>
 static int start(const mn_state_scan_job *job, cudaStream_t stream) {
     const mn_call &call = job->p.call;
     const int64_t columns = mn_ceil_div(call.V, call.G), slices = mn_ceil_div(columns, SLICE);
@@ -502,8 +542,8 @@ static int start(const mn_state_scan_job *job, cudaStream_t stream) {
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(smem<RP>));
     if (code != cudaSuccess) return code;
-    return mn_launch_pdl(kernel, dim3((unsigned)blocks), THREADS, sizeof(smem<RP>), stream, *job,
-                           (int)slices);
+    return mn_launch_pdl(kernel, dim3((unsigned)blocks), sizes<RP>::THREADS, sizeof(smem<RP>),
+                         stream, *job, (int)slices);
 }
 
 template <typename T>
