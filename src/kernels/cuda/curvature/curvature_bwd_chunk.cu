@@ -302,11 +302,9 @@ static int group_of(const mn_curvature_args *p, const mn_curve_work &w, cudaStre
     const mn_curve_cut cut = mn_curve_group_cut(p);
     mn_curve_back_maps maps;
     if (!mn_curve_back_map(&maps, p)) return backward_of<mn_bf16, KP>(p, w, on);
-    int code = mn_curve_add_up<mn_bf16, KP, false>(p, w.there, NULL, cut, on);
+    int code = mn_curve_group_sums(p, maps, w.there, cut, on);
     if (code == cudaSuccess) code = mn_curve_back_queries(p, maps, w, cut, on);
-    if (code == cudaSuccess) {
-        code = mn_curve_add_up<mn_bf16, KP, true>(p, w.back, w.means, cut, on);
-    }
+    if (code == cudaSuccess) code = mn_curve_group_sums_back(p, maps, w, cut, on);
     return code == cudaSuccess ? mn_curve_back_keys(p, maps, w, cut, on) : code;
 }
 

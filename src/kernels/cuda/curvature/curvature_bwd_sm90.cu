@@ -327,9 +327,8 @@ struct alignas(1024) mn_curve_dk_stage {
     unsigned char k[KP / 64 * MN_CURVE_SQUARE];
     unsigned char q[KP / 64 * MN_CURVE_SQUARE];
     unsigned char d[KP / 64 * MN_CURVE_SQUARE];
+    mn_curve_token_row less[2];    // -m and -md
     float factor[MN_CURVE_CHUNK], mean[2][MN_CURVE_CHUNK];
-    /* -m and -md: rounded, and what that leaves */
-    alignas(16) mn_bf16 less[2][2][MN_CURVE_CHUNK];
 };
 
 template <int KP>
@@ -389,18 +388,6 @@ struct mn_curve_dk_tokens {
     }
 };
 
-/* Tokens behind a sequence's last become zeros: they are another's. A warp calls. */
-template <int KP>
-__device__ inline void mn_curve_dk_end(mn_curve_dk_stage<KP> &in, int count) {
-    constexpr int vec16s = KP / 8;
-    const uint4 zeros = make_uint4(0, 0, 0, 0);
-    for (int n = threadIdx.x % 32; n < (64 - count) * vec16s; n += 32) {
-        const uint32_t at = mn_swizzle_byte(64, count + n / vec16s, n % vec16s * 8);
-        *(uint4 *)(in.k + at) = zeros, *(uint4 *)(in.q + at) = zeros;
-        *(uint4 *)(in.d + at) = zeros;
-    }
-}
-
 /* A warp: factors and means of tokens, asked for a chunk before; dgamma. */
 template <int KP>
 __device__ inline void mn_curve_dk_weigh(mn_curve_dk_smem<KP> &smem, const mn_curvature_args &p,
@@ -421,15 +408,9 @@ __device__ inline void mn_curve_dk_weigh(mn_curve_dk_smem<KP> &smem, const mn_cu
         for (int half = 0; half < 2; half++) {
             const int i = 32 * half + lane;
             const float each = 1.0f / (float)(seen + start + i + 1);
-            const float less[2] = { -now.means[half].x, -now.means[half].y };
             to.factor[i] = -mn_float(now.gamma[half]) * each;
             to.mean[0][i] = now.means[half].x, to.mean[1][i] = now.means[half].y;
-#pragma unroll
-            for (int n = 0; n < 2; n++) {
-                const mn_bf16 rounded = __float2bfloat16_rn(less[n]);
-                to.less[n][0][i] = rounded;
-                to.less[n][1][i] = __float2bfloat16_rn(less[n] - mn_float(rounded));
-            }
+            to.less[0].put(i, -now.means[half].x), to.less[1].put(i, -now.means[half].y);
             mn_bf16 *dgamma = mn_row<mn_bf16>(p.grad.gamma, at.s.span.b,
                                               at.s.span.t0 + at.s.first + start + i, at.h);
             const float part = now.parts[half][0] + now.parts[half][1];
@@ -437,7 +418,9 @@ __device__ inline void mn_curve_dk_weigh(mn_curve_dk_smem<KP> &smem, const mn_cu
         }
         if (count < 64) {
             mn_mbarrier_wait(&smem.there[slot], turn & 1);
-            mn_curve_dk_end<KP>(to, count);
+            mn_curve_zero_end<KP>(to.k, count);
+            mn_curve_zero_end<KP>(to.q, count);
+            mn_curve_zero_end<KP>(to.d, count);
             mn_fence_proxy_async();
         }
         mn_mbarrier_arrive(&smem.ready[slot]);
@@ -469,52 +452,6 @@ __device__ inline void mn_curve_dk_scores(mn_curve_dk_smem<KP> &smem, int n_chun
     }
 }
 
-/* The running vector e of a warp's 16 columns: the two halves of its sums are the first two columns
- * of products, which the first lane of each quad has, in rows lane / 4 and that plus 8. */
-struct mn_curve_dk_vector {
-    float at[4];
-
-    __device__ void load(const float *from, int64_t K, int column) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int64_t j = column + threadIdx.x % 32 / 4 + i / 2 * 8;
-            const bool own = i % 2 == 0 && threadIdx.x % 4 == 0 && j < K;
-            at[i] = own ? mn_get(from, j) : 0.0f;
-        }
-    }
-
-    __device__ void read(float (&e)[2]) const {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            e[r] = __shfl_sync(0xffffffffu, at[2 * r] + at[2 * r + 1], threadIdx.x % 32 & ~3);
-        }
-    }
-
-    /* += a x for the tokens of a left operand, x rounded and the rest */
-    __device__ void add(const uint32_t (&a)[16], const mn_bf16 (&x)[2][MN_CURVE_CHUNK]) {
-        const int lane = threadIdx.x % 32;
-        const uint32_t *pairs = (const uint32_t *)x[lane / 4 % 2] + lane % 4;
-#pragma unroll
-        for (int step = 0; step < 4; step++) {
-            const uint32_t low = lane < 8 ? pairs[8 * step] : 0u;
-            const uint32_t high = lane < 8 ? pairs[8 * step + 4] : 0u;
-            const uint32_t left[4] = { a[4 * step], a[4 * step + 1], a[4 * step + 2],
-                                       a[4 * step + 3] };
-            mn_mma_m16n8k16(at, left, low, high);
-        }
-    }
-
-    __device__ void store(float *to, int64_t K, int column) const {
-        float e[2];
-        read(e);
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int64_t j = column + threadIdx.x % 32 / 4 + 8 * r;
-            if (to && threadIdx.x % 4 == 0 && j < K) to[j] = e[r];
-        }
-    }
-};
-
 /* The group that has G, and e. */
 template <int KP>
 __device__ inline void mn_curve_dk_read(mn_curve_dk_smem<KP> &smem, const mn_curvature_args &p,
@@ -522,7 +459,7 @@ __device__ inline void mn_curve_dk_read(mn_curve_dk_smem<KP> &smem, const mn_cur
     const int n_chunks = (at.s.rows + 63) / 64, own = at.column0 + threadIdx.x / 32 % 4 * 16;
     const int64_t K = p.call.K;
     float G[KP / 2], Y[32];
-    mn_curve_dk_vector e;
+    mn_curve_row_vector e;
     mn_curve_load(G, mn_row<float>(p.cot.kk, at.s.n, 0, at.h), sums, 1.0f, K, at.column0);
     e.load(sums ? sums + K * K : mn_row<float>(p.cot.ks, at.s.n, 0, at.h), K, own);
     for (int c = 0; c < n_chunks; c++) {
@@ -530,21 +467,19 @@ __device__ inline void mn_curve_dk_read(mn_curve_dk_smem<KP> &smem, const mn_cur
         mn_curve_dk_stage<KP> &in = smem.stage[slot];
         uint32_t a[KP / 4], d[16], q[16];
         float behind[2];
-        mn_mbarrier_wait(&smem.there[slot], phase);
-        mn_mbarrier_wait(&smem.ready[slot], phase);
-        mn_curve_left<64>(d, in.d, own);
-        mn_curve_left<64>(q, in.q, own);
         mn_curve_pack(a, G);
         e.read(behind);
 #pragma unroll
         for (int i = 0; i < 32; i++) Y[i] = behind[i % 4 / 2];
+        mn_mbarrier_wait(&smem.there[slot], phase);
+        mn_mbarrier_wait(&smem.ready[slot], phase);
         mn_fence_proxy_async();
         mn_wgmma_fence();
         mn_curve_rows<KP, 64>(Y, a, mn_smem_addr(in.k));
         mn_wgmma_commit();
         mn_mbarrier_wait(&smem.there[slot], phase);    // over: what follows stays behind products
-        mn_fence_operand(d);
-        mn_fence_operand(q);
+        mn_curve_left<64>(d, in.d, own);
+        mn_curve_left<64>(q, in.q, own);
         mn_curve_weigh_tokens(d, in.factor);
         mn_curve_weigh_tokens(q, in.factor);
         const bool wild = mn_curve_tame(d);
@@ -556,6 +491,8 @@ __device__ inline void mn_curve_dk_read(mn_curve_dk_smem<KP> &smem, const mn_cur
         mn_wgmma_commit();
         mn_curve_depth<64>(G, d, mn_smem_addr(in.q));
         mn_curve_depth<64>(G, q, mn_smem_addr(in.d));
+        e.add(d, in.less[0]);
+        e.add(q, in.less[1]);
         mn_wgmma_commit();
         mn_mbarrier_wait(&smem.left[c % 2], (c / 2 & 1) ^ 1);
         mn_wgmma_wait<1>();
@@ -568,8 +505,6 @@ __device__ inline void mn_curve_dk_read(mn_curve_dk_smem<KP> &smem, const mn_cur
         smem.Y[c % 2].put(Y);
         mn_mbarrier_arrive(&smem.read[c % 2]);
         mn_mbarrier_arrive_warp(&smem.used[c % 2]);
-        e.add(d, in.less[0]);
-        e.add(q, in.less[1]);
         mn_wgmma_wait<0>();
         if (__builtin_expect(wild, 0)) {
             uint32_t all[16];

@@ -527,9 +527,9 @@ bool mn_curve_beside_of(mn_curve_beside *to, const mn_curvature_args *p, void *s
 
 int mn_curve_beside_sums(const mn_curve_beside &job, cudaStream_t on) {
     const mn_curve_cut cut = mn_curve_group_cut(&job.p);
-    return job.p.call.K <= 64
-               ? mn_curve_add_up<mn_bf16, 64, false>(&job.p, job.states, NULL, cut, on)
-               : mn_curve_add_up<mn_bf16, 128, false>(&job.p, job.states, NULL, cut, on);
+    mn_curve_back_maps maps = {};
+    maps.k = job.maps.k;
+    return mn_curve_group_sums(&job.p, maps, job.states, cut, on);
 }
 
 int mn_curve_beside_launch(const mn_curve_beside &job, cudaStream_t on) {

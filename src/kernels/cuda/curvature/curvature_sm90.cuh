@@ -317,6 +317,78 @@ __device__ inline uint4 mn_curve_pack_vec16(const float (&x)[8]) {
                       mn_bf16x2(x[6], x[7]));
 }
 
+/* Tokens behind a sequence's last become zeros in a tile of 64 rows: they are another's. A warp
+ * calls. */
+template <int KP>
+__device__ inline void mn_curve_zero_end(unsigned char *tile, int count) {
+    constexpr int vec16s = KP / 8;
+    for (int n = threadIdx.x % 32; n < (MN_CURVE_CHUNK - count) * vec16s; n += 32) {
+        const uint32_t at = mn_swizzle_byte(64, count + n / vec16s, n % vec16s * 8);
+        *(uint4 *)(tile + at) = make_uint4(0, 0, 0, 0);
+    }
+}
+
+/* Numbers of tokens as a right operand, rows by tokens: the first row has them rounded, the second
+ * what that leaves; what products with the others make nobody reads. */
+struct alignas(1024) mn_curve_token_row {
+    unsigned char at[8 * 128];
+
+    __device__ void put(int token, float x) {
+        const mn_bf16 rounded = __float2bfloat16_rn(x);
+        *(mn_bf16 *)(at + mn_swizzle_byte(8, 0, token)) = rounded;
+        *(mn_bf16 *)(at + mn_swizzle_byte(8, 1, token)) =
+            __float2bfloat16_rn(x - mn_float(rounded));
+    }
+};
+
+/* The running vector (s or e) of a warp's 16 columns, which its group makes from the left operands
+ * that it has, beside their other products: the two halves of its sums are the first two of eight
+ * columns, which the first lane of each quad has, in rows lane / 4 and that plus 8. */
+struct mn_curve_row_vector {
+    float at[4];
+
+    __device__ void load(const float *from, int64_t K, int column) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int64_t j = column + threadIdx.x % 32 / 4 + i / 2 * 8;
+            const bool own = i % 2 == 0 && threadIdx.x % 4 == 0 && j < K;
+            at[i] = own ? mn_get(from, j) : 0.0f;
+        }
+    }
+
+    __device__ void read(float (&e)[2]) const {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            e[r] = __shfl_sync(0xffffffffu, at[2 * r] + at[2 * r + 1], threadIdx.x % 32 & ~3);
+        }
+    }
+
+#if MN_HAS_WGMMA
+    /* Starts += a x for the tokens of a left operand. */
+    __device__ void add(const uint32_t (&a)[16], const mn_curve_token_row &x) {
+        const uint64_t b = mn_smem_desc(mn_smem_addr(x.at), 16);
+#pragma unroll
+        for (int step = 0; step < 4; step++) {
+            asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, "
+                         "{%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
+                         : "+f"(at[0]), "+f"(at[1]), "+f"(at[2]), "+f"(at[3])
+                         : "r"(a[4 * step]), "r"(a[4 * step + 1]), "r"(a[4 * step + 2]),
+                           "r"(a[4 * step + 3]), "l"(b + 2 * step));
+        }
+    }
+#endif
+
+    __device__ void store(float *to, int64_t K, int column) const {
+        float e[2];
+        read(e);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int64_t j = column + threadIdx.x % 32 / 4 + 8 * r;
+            if (to && threadIdx.x % 4 == 0 && j < K) to[j] = e[r];
+        }
+    }
+};
+
 #if MN_HAS_WGMMA
 
 /* One warp group alone; the number of its barrier is that of the group, not 0. */
@@ -422,6 +494,14 @@ struct mn_curve_back_maps {
 
 /* False: the tensors cannot be mapped. */
 bool mn_curve_back_map(mn_curve_back_maps *maps, const mn_curvature_args *p);
+
+/* What each segment adds to R and s (from maps.k), or to G and e (from maps.q, maps.d and w.means),
+ * and the sums up to each (curvature_moments_sm90.cu); nothing if no sequence can have more than
+ * one segment. */
+int mn_curve_group_sums(const mn_curvature_args *p, const mn_curve_back_maps &maps, float *states,
+                        const mn_curve_cut &cut, cudaStream_t on);
+int mn_curve_group_sums_back(const mn_curvature_args *p, const mn_curve_back_maps &maps,
+                             const mn_curve_work &w, const mn_curve_cut &cut, cudaStream_t on);
 
 /* Gradients of q and gamma, for which w.means and w.parts are left; then those of keys, with
  * dgamma, and of states. */
