@@ -46,9 +46,18 @@ enum {
 };
 static_assert((int)MN_GATED_STAGES % (int)MN_GATED_PAIRS == 0, "a pair for each stage");
 
+/* How many blocks of a head share the scaling. ALIKE: one, which adds scores up in the order of
+ * two, for short calls, which clusters take longer, and for rows that are redone. */
+enum { MN_GATED_ALIKE = 0, MN_GATED_ALONE = 1, MN_GATED_CLUSTER = 2 };
+enum { MN_GATED_SHARED_TOKENS = 1024 };    // of a call that is not short
+
 /* A chunk in shared memory: q, k (32, KP), v (32, 64). `g` has the log decays (32, KP); afterwards
  * the scores (32, 32) in its first tile, and in the second what the two warps of a pair exchange,
- * and the decays of channels over the chunk (KP). */
+ * and the decays of channels over the chunk (KP).
+ *
+ * Where two blocks SHARE a head, each scales 64 of 128 channels for both: it loads those of q, k
+ * and g, the last into the first tile of `g`, where warps of a pair exchange too. The second one
+ * has sums of scores from the other block. */
 template <int KP>
 struct alignas(1024) mn_gated_stage {
     unsigned char q[KP / 64 * MN_GATED_SMEM_TILE], k[KP / 64 * MN_GATED_SMEM_TILE];
@@ -56,7 +65,9 @@ struct alignas(1024) mn_gated_stage {
     unsigned char v[MN_GATED_SMEM_TILE];
 
     __device__ unsigned char *scores(void) { return g; }
-    __device__ float4 *given(int half) { return (float4 *)(g + MN_GATED_SMEM_TILE) + half * 96; }
+    __device__ float4 *given(int half, bool near = false) {
+        return (float4 *)(g + (near ? 0 : MN_GATED_SMEM_TILE)) + half * 96;
+    }
     __device__ float *cum_decays(void) { return (float *)(g + MN_GATED_SMEM_TILE + 2 * 96 * 16); }
 };
 
@@ -65,12 +76,13 @@ __device__ inline int mn_gated_decay_place(int channel) {
     return channel / 16 * 16 + channel % 8 / 2 * 4 + channel / 8 % 2 * 2 + channel % 2;
 }
 
-/* Barriers of stages: tiles have come, are made, have been used, are free. */
+/* Barriers of stages: tiles have come, are made, have been used, are free; the other block's sums
+ * have come. */
 template <int KP>
 struct mn_gated_smem {
     mn_gated_stage<KP> stage[MN_GATED_STAGES];
     uint64_t full[MN_GATED_STAGES], scaled[MN_GATED_STAGES];
-    uint64_t out_full[MN_GATED_STAGES], empty[MN_GATED_STAGES];
+    uint64_t out_full[MN_GATED_STAGES], empty[MN_GATED_STAGES], given[MN_GATED_STAGES];
     mn_scan_coord place;
     uint32_t triangle[4 * 32];    // of mn_gated_cumsum_mma
 };
@@ -358,16 +370,17 @@ __device__ inline void mn_gated_scale_writes(float (&cum_decay)[2][2],
 /* Tokens behind a sequence's last become zeros, in a warp's own 16-byte vectors of rows of q, k
  * and g; the
  * first warp of a pair has the values. */
-template <int KP>
-__device__ inline void mn_gated_zero_tail(mn_gated_stage<KP> &in, int count, int half) {
-    constexpr int vec16s = KP / 16;
+template <int KP, int SHARE>
+__device__ inline void mn_gated_zero_tail(mn_gated_stage<KP> &in, int count, int half, int rank) {
+    constexpr int vec16s = KP / 16 / (SHARE > 1 ? SHARE : 1);
     const uint4 zeros = make_uint4(0, 0, 0, 0);
     const int left = MN_GATED_CHUNK - count;
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < left * vec16s; i += 32) {
         const int row = count + i / vec16s, vec16 = half * vec16s + i % vec16s;
         const uint32_t at = vec16 / 8 * MN_GATED_SMEM_TILE + mn_gated_swizzle(row, vec16);
-        *(uint4 *)(in.q + at) = zeros, *(uint4 *)(in.k + at) = zeros;
+        const uint32_t own = at + rank * MN_GATED_SMEM_TILE;
+        *(uint4 *)(in.q + own) = zeros, *(uint4 *)(in.k + own) = zeros;
         *(uint4 *)(in.g + at) = zeros;
     }
 #pragma unroll 1
@@ -381,16 +394,84 @@ __device__ inline void mn_gated_pair_sync(int pair) {
     mn_named_barrier_sync(pair + 1, 64);
 }
 
-/* The two warps of a pair add up their scores; each has the rest of one part, and eight columns of
- * what lies across. Against time they are transposed. */
+/* The other of two blocks that share a head: addresses there are so far from these. */
+struct mn_gated_other {
+    uint32_t shift;    // 0: there is none
+
+    template <int KP>
+    __device__ mn_gated_other(const mn_gated_smem<KP> &smem, int rank) {
+        const uint32_t here = mn_smem_addr(&smem);
+        shift = mn_cluster_address(here, 1 - rank) - here;
+    }
+
+    __device__ mn_gated_other() : shift(0) {}
+
+    /* To the same place there, whose barrier counts the bytes. */
+    __device__ void give(const void *to, float4 x, const uint64_t *mbar) const {
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+                     "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(mn_smem_addr(to) + shift), "f"(x.x),
+                     "f"(x.y), "f"(x.z), "f"(x.w), "r"(mn_smem_addr(mbar) + shift) : "memory");
+    }
+
+    __device__ void arrive(const uint64_t *mbar) const {
+        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
+                         mn_smem_addr(mbar) + shift) : "memory");
+    }
+};
+
+template <int SHARE, int KP>
+__device__ inline mn_gated_other mn_gated_other_of(const mn_gated_smem<KP> &smem, int rank) {
+    if constexpr (SHARE > 1) return mn_gated_other(smem, rank);
+    else return mn_gated_other();
+}
+
+/* What a pair has made of its block's channels to the other block: one warp Q~, one K~. */
 template <int KP>
-__device__ inline void mn_gated_reduce_scores(mn_gated_stage<KP> &in, mn_gated_scores &P, int half,
-                                     int pair, bool reverse) {
+__device__ inline void mn_gated_give_tiles(mn_gated_smem<KP> &smem, int slot, int half, int rank,
+                                           const mn_gated_other &other) {
+    mn_gated_stage<KP> &in = smem.stage[slot];
+    const float4 *from = (const float4 *)((half ? in.k : in.q) + rank * MN_GATED_SMEM_TILE);
+#pragma unroll
+    for (int i = 0; i < MN_GATED_SMEM_TILE / 16; i += 32) {
+        const float4 *at = from + i + threadIdx.x % 32;
+        other.give(at, *at, &smem.scaled[slot]);
+    }
+}
+
+/* Both blocks' sums, which each adds up alike; tiles go out while the other's sums come. */
+template <int KP>
+__device__ inline void mn_gated_join_scores(mn_gated_smem<KP> &smem, int slot, int phase,
+                                            float (&sum)[3][4], int half, int pair,
+                                            const mn_gated_other &other) {
+    const float4 *at = smem.stage[slot].given(half) + threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        const float(&x)[4] = sum[i];
+        other.give(at + 32 * i, make_float4(x[0], x[1], x[2], x[3]), &smem.given[slot]);
+    }
+    mn_gated_give_tiles(smem, slot, half, (int)smem.place.slice, other);
+    mn_mbarrier_wait(&smem.given[slot], phase);
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        const float4 x = at[32 * i];
+        sum[i][0] += x.x, sum[i][1] += x.y, sum[i][2] += x.z, sum[i][3] += x.w;
+    }
+    mn_gated_pair_sync(pair);    // both have read what they gave each other, where scores go
+}
+
+/* The two warps of a pair add up their scores; each has the rest of one part, and eight columns of
+ * what lies across. Where blocks SHARE, those of the other block's pair join. Against time they are
+ * transposed. */
+template <int KP, int SHARE>
+__device__ inline void mn_gated_reduce_scores(mn_gated_smem<KP> &smem, int slot, int phase,
+                                              mn_gated_scores &P, int half, int pair, bool reverse,
+                                              const mn_gated_other &other) {
     const int lane = threadIdx.x % 32;
+    mn_gated_stage<KP> &in = smem.stage[slot];
     const uint32_t tile = mn_smem_addr(in.scores());
     float sum[3][4];
-    float4 *give = in.given(half) + lane;
-    const float4 *take = in.given(1 - half) + lane;
+    float4 *give = in.given(half, SHARE > 1) + lane;
+    const float4 *take = in.given(1 - half, SHARE > 1) + lane;
 #pragma unroll
     for (int i = 0; i < 3; i++) {
         const float(&first)[4] = i < 2 ? P.own[0][i] : P.across[0];
@@ -406,6 +487,7 @@ __device__ inline void mn_gated_reduce_scores(mn_gated_stage<KP> &in, mn_gated_s
         const float4 x = take[32 * i];
         sum[i][0] += x.x, sum[i][1] += x.y, sum[i][2] += x.z, sum[i][3] += x.w;
     }
+    if (SHARE > 1) mn_gated_join_scores<KP>(smem, slot, phase, sum, half, pair, other);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int column = 8 * (i / 4) + lane % 4 * 2 + i % 2, row = lane / 4 + i % 4 / 2 * 8;
@@ -439,12 +521,23 @@ __device__ inline void mn_gated_zero_head(mn_gated_stage<KP> &in, int count) {
     __syncwarp();
 }
 
+__device__ inline void mn_gated_add_scores(mn_gated_scores &P, const mn_gated_scores &other) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        P.own[0][i / 4][i % 4] += other.own[0][i / 4][i % 4];
+        P.own[1][i / 4][i % 4] += other.own[1][i / 4][i % 4];
+        P.across[i / 4][i % 4] += other.across[i / 4][i % 4];
+    }
+}
+
 /* What the warps that scale do. */
-template <int KP, bool HAS_OUT, bool REDO>
+template <int KP, bool HAS_OUT, bool REDO, int SHARE>
 __device__ inline void mn_gated_scale(mn_gated_smem<KP> &smem, bool reverse) {
-    constexpr int steps = KP / 32;    // of 16 channels, of a warp
+    constexpr int steps = KP / 32 / (SHARE > 1 ? SHARE : 1);    // of 16 channels, of a warp
+    constexpr bool quarters = SHARE == MN_GATED_ALIKE;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % (2 * MN_GATED_PAIRS);
     const int pair = warp % MN_GATED_PAIRS, half = warp / MN_GATED_PAIRS;
+    const int rank = SHARE > 1 ? (int)smem.place.slice : 0;
     const int iters = (int)(smem.place.end - smem.place.iter);
     const int last = (int)smem.place.n_chunks - 1, iter = (int)smem.place.iter;
     const int ending = reverse ? -iter : last - iter;    // when the sequence's last chunk comes
@@ -454,33 +547,36 @@ __device__ inline void mn_gated_scale(mn_gated_smem<KP> &smem, bool reverse) {
     const uint32_t first =
         mn_gated_pin_reg(mn_smem_addr(&smem) + mn_gated_swizzle(lane % 16, lane / 16));
     for (int n = pair; n < iters; n += MN_GATED_PAIRS) {
-        const int slot = n % MN_GATED_STAGES;
+        const int slot = n % MN_GATED_STAGES, phase = n / MN_GATED_STAGES & 1;
         mn_gated_stage<KP> &in = smem.stage[slot];
-        mn_gated_scores P = {};
+        mn_gated_scores P = {}, first_half;
         float cum_decays[2][2];
-        mn_mbarrier_wait(&smem.full[slot], n / MN_GATED_STAGES & 1);
-        if (n == ending && count < MN_GATED_CHUNK) mn_gated_zero_tail<KP>(in, count, half);
+        mn_mbarrier_wait(&smem.full[slot], phase);
+        if (n == ending && count < MN_GATED_CHUNK) {
+            mn_gated_zero_tail<KP, SHARE>(in, count, half, rank);
+        }
         if (REDO && half == 0) {
             const int64_t t = mn_gated_token0(smem.place, reverse, n);
             mn_gated_zero_head(in, (int)(smem.place.from - t));
         }
         const auto channels_at = [&](int step) {
-            const int k = half * steps + step;
+            const int k = (rank * 2 + half) * steps + step;
             return ((first + slot * (int)sizeof(in)) ^ k % 4 * 32) + k / 4 * MN_GATED_SMEM_TILE;
         };
+        const int to_decays = 2 * (int)sizeof(in.q) - rank * MN_GATED_SMEM_TILE;
         mn_gated_acc sums[2];
 #pragma unroll
         for (int part = 0; HAS_OUT && part < 2; part++) {
             mn_gated_decay_factors::sum(sums[part], triangle,
-                                        channels_at(0) + 2 * (int)sizeof(in.q) +
-                                            part * MN_GATED_SUB_BYTES);
+                                        channels_at(0) + to_decays + part * MN_GATED_SUB_BYTES);
         }
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
             const uint32_t q = channels_at(step), keys = q + (int)sizeof(in.q);
-            const uint32_t g = keys + (int)sizeof(in.q);
-            const uint32_t next = channels_at(min(step + 1, steps - 1)) + 2 * (int)sizeof(in.q);
+            const uint32_t g = q + to_decays;
+            const uint32_t next = channels_at(min(step + 1, steps - 1)) + to_decays;
             float cum_decay[2][2];
+            if (quarters && step == steps / 2) first_half = P, P = {};
             if (HAS_OUT) mn_gated_scale_channels(P, cum_decay, sums, triangle, q, keys, next);
             else mn_gated_scale_writes(cum_decay, triangle, q, keys, g, reverse);
 #pragma unroll
@@ -488,14 +584,20 @@ __device__ inline void mn_gated_scale(mn_gated_smem<KP> &smem, bool reverse) {
                 if (lane / 4 == step) cum_decays[i / 2][i % 2] = cum_decay[i / 2][i % 2];
             }
         }
+        if (quarters) mn_gated_add_scores(P, first_half);
+        const mn_gated_other other = mn_gated_other_of<SHARE>(smem, rank);
         mn_gated_pair_sync(pair);    // both have read the decays
         if (lane / 4 < steps) {
-            float *to = in.cum_decays() +
-                        mn_gated_decay_place((half * steps + lane / 4) * 16 + lane % 4 * 2);
-            *(float4 *)to = make_float4(cum_decays[0][0], cum_decays[0][1], cum_decays[1][0],
-                                        cum_decays[1][1]);
+            const int channel = ((rank * 2 + half) * steps + lane / 4) * 16 + lane % 4 * 2;
+            float *to = in.cum_decays() + mn_gated_decay_place(channel);
+            const float4 x = make_float4(cum_decays[0][0], cum_decays[0][1], cum_decays[1][0],
+                                         cum_decays[1][1]);
+            *(float4 *)to = x;
+            if (SHARE > 1) other.give(to, x, &smem.scaled[slot]);
         }
-        if (HAS_OUT) mn_gated_reduce_scores<KP>(in, P, half, pair, reverse);
+        if (HAS_OUT) {
+            mn_gated_reduce_scores<KP, SHARE>(smem, slot, phase, P, half, pair, reverse, other);
+        }
         mn_fence_proxy_async();
         mn_mbarrier_arrive_warp(&smem.scaled[slot]);
     }
@@ -513,7 +615,8 @@ struct mn_gated_params {
     mn_call call;
     mn_chunk_scan scan;
     CUtensorMap q, k, v, g, out;
-    bool redo;    // of rows in front of numbers that are not finite: mn_additive_cut
+    bool redo;      // of rows in front of numbers that are not finite: mn_additive_cut
+    bool shares;    // scores are added up as two blocks of a head that share it do
 };
 
 #if MN_HAS_WGMMA
@@ -542,8 +645,10 @@ __device__ inline void mn_gated_wgmma_ab(float (*y)[4], const uint32_t (&a)[4], 
 /* ---- warps that load and store --------------------------------------------------------------- */
 
 /* A warp. */
-template <int KP, bool HAS_OUT>
+template <int KP, bool HAS_OUT, int SHARE>
 __device__ inline void mn_gated_producer(mn_gated_smem<KP> &smem, const mn_gated_params &job) {
+    constexpr int tiles = KP / 64 / (SHARE > 1 ? SHARE : 1);
+    const int rank = SHARE > 1 ? (int)smem.place.slice : 0;
     const mn_scan_coord &at = smem.place;
     const int iters = (int)(at.end - at.iter), h = (int)at.h, b = (int)at.span.b;
     const int key = (int)at.key;
@@ -557,14 +662,19 @@ __device__ inline void mn_gated_producer(mn_gated_smem<KP> &smem, const mn_gated
         uint64_t *full = &smem.full[slot];
         mn_mbarrier_wait(&smem.empty[slot], (n / MN_GATED_STAGES & 1) ^ 1);
         if (!mn_elect_one()) continue;
+        if (SHARE > 1) {    // what comes from the other block: Q~ and K~, decays; scores
+            mn_mbarrier_arrive_expect_tx(&smem.scaled[slot],
+                                         2 * MN_GATED_SMEM_TILE + 64 * (int)sizeof(float));
+            mn_mbarrier_arrive_expect_tx(&smem.given[slot], 2 * 96 * (int)sizeof(float4));
+        }
         mn_mbarrier_arrive_expect_tx(full,
-                                     ((1 + has_q + has_k) * (KP / 64) + 1) * MN_GATED_SMEM_TILE);
+                                     ((1 + has_q + has_k) * tiles + 1) * MN_GATED_SMEM_TILE);
 #pragma unroll
-        for (int smem_tile = 0; smem_tile < KP / 64; smem_tile++) {
-            const int at_smem_tile = smem_tile * MN_GATED_SMEM_TILE;
-            mn_tma_load(to.g + at_smem_tile, job.g, full, 64 * smem_tile, h, t, b);
-            if (has_k) mn_tma_load(to.k + at_smem_tile, job.k, full, 64 * smem_tile, key, t, b);
-            if (has_q) mn_tma_load(to.q + at_smem_tile, job.q, full, 64 * smem_tile, key, t, b);
+        for (int i = 0; i < tiles; i++) {
+            const int at_smem_tile = (rank + i) * MN_GATED_SMEM_TILE, column = 64 * (rank + i);
+            mn_tma_load(to.g + i * MN_GATED_SMEM_TILE, job.g, full, column, h, t, b);
+            if (has_k) mn_tma_load(to.k + at_smem_tile, job.k, full, column, key, t, b);
+            if (has_q) mn_tma_load(to.q + at_smem_tile, job.q, full, column, key, t, b);
         }
         mn_tma_load(to.v, job.v, full, column0, h, t, b);
     }
@@ -583,9 +693,10 @@ __device__ inline void mn_gated_store_rows(const mn_gated_params &job, const mn_
 }
 
 /* A warp: the place of a chunk is free as soon as its results have been read. */
-template <int KP, bool REDO>
+template <int KP, bool REDO, int SHARE>
 __device__ inline void mn_gated_tma_store(mn_gated_smem<KP> &smem, const mn_gated_params &job) {
     const mn_scan_coord &at = smem.place;
+    const mn_gated_other other = mn_gated_other_of<SHARE>(smem, (int)at.slice);
     const int iters = (int)(at.end - at.iter), lane = threadIdx.x % 32;
     for (int n = 0; n < iters; n++) {
         const int64_t t = mn_gated_token0(at, job.scan.reverse, n);
@@ -600,7 +711,10 @@ __device__ inline void mn_gated_tma_store(mn_gated_smem<KP> &smem, const mn_gate
                          (int)at.span.b);
             mn_tma_store_wait_read();
         }
-        if (lane == 0) mn_mbarrier_arrive(&smem.empty[n % MN_GATED_STAGES]);
+        if (lane == 0) {
+            mn_mbarrier_arrive(&smem.empty[n % MN_GATED_STAGES]);
+            if (SHARE > 1) other.arrive(&smem.empty[n % MN_GATED_STAGES]);
+        }
     }
 }
 
@@ -736,7 +850,7 @@ struct mn_gated_saved {
 };
 
 /* HAS_OUT: leaves results; otherwise only what becomes of the state. */
-template <int KP, bool HAS_OUT>
+template <int KP, bool HAS_OUT, int SHARE>
 __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gated_params &job) {
     const mn_chunk_scan &p = job.scan;
     const int iters = (int)(smem.place.end - smem.place.iter);
@@ -758,6 +872,7 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
         if (!HAS_OUT && kept) M.keep(kept, subtile_stride, a);
         mn_mbarrier_wait(&smem.full[slot], phase);
         mn_mbarrier_wait(&smem.scaled[slot], phase);
+        if (SHARE > 1) mn_fence_proxy_async();    // the other block stored for threads
         mn_gated_ldmatrix<true>(z[0], mn_gated_trans_addr(v, 0));
         mn_gated_ldmatrix<true>(z[1], mn_gated_trans_addr(v, 16));
         M.lower(in.cum_decays());
@@ -797,7 +912,7 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
 #endif
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
-template <int KP, bool HAS_OUT, bool REDO>
+template <int KP, bool HAS_OUT, bool REDO, int SHARE>
 __global__ void __launch_bounds__(MN_GATED_THREADS, 1)
 additive_gated_scan_sm90(const __grid_constant__ mn_gated_params job) {
 #if MN_HAS_WGMMA
@@ -807,9 +922,12 @@ additive_gated_scan_sm90(const __grid_constant__ mn_gated_params job) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < MN_GATED_STAGES; i++) {
             mn_mbarrier_init(&smem.full[i], 1);
-            mn_mbarrier_init(&smem.scaled[i], 2);
+            mn_mbarrier_init(&smem.scaled[i], SHARE > 1 ? 3 : 2);
+            mn_mbarrier_init(&smem.given[i], 1);
             mn_mbarrier_init(&smem.out_full[i], MN_GATED_WARPGROUP / 32);
-            mn_mbarrier_init(&smem.empty[i], HAS_OUT ? 1 : MN_GATED_WARPGROUP / 32);
+            mn_mbarrier_init(&smem.empty[i], SHARE > 1 ? SHARE
+                                             : HAS_OUT ? 1
+                                                       : MN_GATED_WARPGROUP / 32);
         }
         mn_mbarrier_init_fence();
         smem.place = mn_scan_block_coord(job.call, job.scan, MN_GATED_CHUNK);
@@ -817,19 +935,21 @@ additive_gated_scan_sm90(const __grid_constant__ mn_gated_params job) {
     if (threadIdx.x / 32 == 1) mn_gated_cumsum_mma().put(smem.triangle);
     __syncthreads();
     if (REDO) mn_additive_cut(smem.place, job.scan, MN_GATED_CHUNK);
-    if (smem.place.idle) return;
+    if (smem.place.idle) return;    // so is the other of two blocks that share a head
+    if (SHARE > 1) mn_cluster_arrive(), mn_cluster_wait();
     if (threadIdx.x < MN_GATED_WARPGROUP) {
         mn_setmaxnreg_inc<152>();
-        mn_gated_state_scan<KP, HAS_OUT>(smem, job);
+        mn_gated_state_scan<KP, HAS_OUT, SHARE>(smem, job);
     } else if (threadIdx.x < MN_GATED_WARPGROUP + MN_GATED_SCALE_THREADS) {
         mn_setmaxnreg_inc<160>();
-        mn_gated_scale<KP, HAS_OUT, REDO>(smem, job.scan.reverse);
+        mn_gated_scale<KP, HAS_OUT, REDO, SHARE>(smem, job.scan.reverse);
     } else {
         mn_setmaxnreg_dec<40>();
         const int warp = threadIdx.x / 32 % 4;
-        if (warp == 0) mn_gated_producer<KP, HAS_OUT>(smem, job);
-        if (warp == 1 && HAS_OUT) mn_gated_tma_store<KP, REDO>(smem, job);
+        if (warp == 0) mn_gated_producer<KP, HAS_OUT, SHARE>(smem, job);
+        if (warp == 1 && HAS_OUT) mn_gated_tma_store<KP, REDO, SHARE>(smem, job);
     }
+    if (SHARE > 1) mn_cluster_arrive(), mn_cluster_wait();    // nothing comes for this block
 #endif
 }
 
@@ -840,6 +960,7 @@ inline bool mn_gated_supported(mn_gated_params *job, const mn_chunk_scans *scans
     const mn_call &call = scans->call;
     const mn_in &q = p.reverse ? p.y : p.x, &k = p.reverse ? p.x : p.y;
     job->call = call, job->scan = p, job->redo = false;
+    job->shares = p.depth > 64 && mn_scan_slices(p) == 2 && p.out.data && !p.kept;
     return p.mode == MN_SCAN_PLAIN && p.state_column == 1 && p.depth <= 128 &&
            p.depth % 8 == 0 && p.width % 8 == 0 && mn_device_is_sm90() &&
            mn_tma_map(&job->q, q, call, p.depth, MN_GATED_CHUNK) &&
@@ -850,18 +971,42 @@ inline bool mn_gated_supported(mn_gated_params *job, const mn_chunk_scans *scans
                        : p.kept != NULL);
 }
 
+/* The two blocks of a head as a cluster: stores of kept states would hold up both. */
+template <int KP>
+static int launch_cluster(const mn_gated_params &job, dim3 grid, cudaStream_t stream) {
+    const auto kernel = additive_gated_scan_sm90<KP, true, false, KP / 64>;
+    const int smem = (int)sizeof(mn_gated_smem<KP>);
+    const cudaError_t code =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
+    if (code != cudaSuccess) return code;
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = KP / 64, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = dim3(MN_GATED_THREADS);
+    config.dynamicSmemBytes = smem, config.stream = stream;
+    config.attrs = &cluster, config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, job);
+}
+
 template <int KP>
 static int launch_scan(const mn_gated_params &job, int64_t segments, cudaStream_t stream) {
+    constexpr int alike = KP > 64 ? MN_GATED_ALIKE : MN_GATED_ALONE;
     const int64_t blocks = mn_scan_slices(job.scan) * job.call.H * mn_n_spans(job.call);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     const dim3 grid((unsigned)blocks, 1, (unsigned)segments);
     const bool reads = job.scan.out.data && !job.scan.reduce_pass;
-    const auto kernel = job.redo ? additive_gated_scan_sm90<KP, true, true>
-                        : reads  ? additive_gated_scan_sm90<KP, true, false>
-                                 : additive_gated_scan_sm90<KP, false, false>;
-    return mn_launch_smem_behind(job.redo, kernel, grid, MN_GATED_THREADS,
-                                 sizeof(mn_gated_smem<KP>), stream, job);
+    if (job.shares && reads && !job.redo && job.call.T >= MN_GATED_SHARED_TOKENS) {
+        return launch_cluster<KP>(job, grid, stream);
+    }
+    const auto alone = job.redo ? additive_gated_scan_sm90<KP, true, true, MN_GATED_ALONE>
+                       : reads  ? additive_gated_scan_sm90<KP, true, false, MN_GATED_ALONE>
+                                : additive_gated_scan_sm90<KP, false, false, MN_GATED_ALONE>;
+    const auto as_two = job.redo ? additive_gated_scan_sm90<KP, true, true, alike>
+                                 : additive_gated_scan_sm90<KP, true, false, alike>;
+    return mn_launch_smem_behind(job.redo, job.shares && reads ? as_two : alone, grid,
+                                 MN_GATED_THREADS, sizeof(mn_gated_smem<KP>), stream, job);
 }
 
 static int launch(const mn_gated_params &job, int64_t segments, cudaStream_t stream) {
