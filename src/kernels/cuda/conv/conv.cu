@@ -24,7 +24,8 @@
 namespace mneme::conv {
 
 enum { THREADS = 128, WARPS = THREADS / 32, TAPS = 4, GROUP = 4, STAGES = 3, SILU = 1, ROOT = 1 };
-enum { MIN_ROWS = 16, MAX_ROWS = 1024, GENERIC_ROWS = 32, MAX_TILES = 65535 };    // tokens, blocks
+enum { FORWARD_ROWS = 8, MIN_ROWS = 16, MAX_ROWS = 1024, GENERIC_ROWS = 32 };    // tokens
+enum { MAX_TILES = 65535 };    // blocks
 enum { BACKWARD_BLOCKS = 2, SM_COUNT = 132 };    // blocks of a processor; of those, an H200
 
 /* x_s of a sequence for channels [channel, channel + N); before its start the tail, or zero. */
@@ -261,10 +262,29 @@ __device__ static void tile_forward(const mn_conv_args &p, const heads &h,
     cp_async_wait_all();
 }
 
-/* A warp has a column tile of a tile. */
+/* The new tail of a sequence, of a lane's channels, where no other warp reads the old one any more
+ * or it lies elsewhere. */
+template <typename T, int N>
+__device__ static void store_tails(const mn_conv_args &p, const mn_tile_span &tile,
+                                   const lane_coord &at) {
+    constexpr int M = TAPS - 1;
+    float *const tail = (float *)p.tail.data + tile.n * M * p.call.V + at.channel;
+#pragma unroll 1
+    for (int m = 0; m < M; m++) {
+        float u[N];
+        input_at<T, N>(u, p, tile.n, tile.span, tile.span.length - M + m, at.channel);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            if (at.on) tail[m * p.call.V + j] = u[j];
+        }
+    }
+}
+
+/* A warp has a column tile of a tile. `tails`: the last one of a sequence leaves its tail. */
 template <typename T, int N, bool ACT, bool UNIT, bool BIAS>
 __global__ void __launch_bounds__(THREADS, forward_blocks(UNIT))
-conv_fwd_kernel(const __grid_constant__ mn_conv_args p, const heads h, int64_t n_slots, int rows) {
+conv_fwd_kernel(const __grid_constant__ mn_conv_args p, const heads h, int64_t n_slots, int rows,
+                bool tails) {
     __shared__ uint4 smem[STAGES * GROUP * THREADS];
     const lane_coord at = make_lane_coord<N>(p, h);
     if (at.partial >= n_slots) return;
@@ -272,6 +292,7 @@ conv_fwd_kernel(const __grid_constant__ mn_conv_args p, const heads h, int64_t n
     if (tile.n_rows <= 0) return;
     const filter<T, N, BIAS> f(p, at.channel);
     tile_forward<T, N, ACT, UNIT, BIAS>(p, h, f, tile, at, smem);
+    if (tails && tile.first + tile.n_rows == tile.span.length) store_tails<T, N>(p, tile, at);
 }
 
 template <typename T>
@@ -625,9 +646,9 @@ static heads heads_of(int64_t width, int N) {
 }
 
 /* Tokens of a tile: so many that each of `warps` has about one tile, and fewer rows are read and
- * worked on twice. */
-static int tile_rows(const mn_call &call, int64_t n_col_tiles, int64_t warps) {
-    int rows = MIN_ROWS;
+ * worked on twice; `least` at least. */
+static int tile_rows(const mn_call &call, int64_t n_col_tiles, int64_t warps, int least) {
+    int rows = least;
     while (rows < MAX_ROWS && mn_tile_slots(call, rows) * n_col_tiles > warps) rows += GROUP;
     return rows;
 }
@@ -636,6 +657,15 @@ static int tile_rows(const mn_call &call, int64_t n_col_tiles, int64_t warps) {
 static int64_t count_partials(const mn_call *call, int64_t n_col_tiles) {
     const int64_t warps = SM_COUNT * BACKWARD_BLOCKS * WARPS;
     return mn_max(mn_min(mn_tile_slots(*call, MIN_ROWS), warps / n_col_tiles), 1);
+}
+
+/* Whether tiles of column tiles leave the tails as well: each sequence has tiles, and none of them
+ * reads an old tail where a new one comes to lie. */
+static bool tiles_store_tails(const mn_conv_args *p) {
+    const float *before = (const float *)p->tail0.data, *after = (const float *)p->tail.data;
+    const int64_t count = mn_n_spans(p->call) * (TAPS - 1) * p->call.V;
+    return after && !p->call.cu_seqlens && p->call.T > 0 && p->y.data &&
+           (!before || before + count <= after || after + count <= before);
 }
 
 /* Behind the rest, which reads the old tails where the new ones may come to lie. */
@@ -663,17 +693,18 @@ template <typename T, bool ACT, bool UNIT>
 static int forward_col_tiles(const mn_conv_args *p, const heads &h, cudaStream_t stream) {
     constexpr int N = mn_vec_width<T>();
     const int64_t n_col_tiles = mn_ceil_div(p->call.V, h.col_tile);
-    const int rows = tile_rows(p->call, n_col_tiles, SM_COUNT * forward_blocks(UNIT) * WARPS);
+    const int64_t warps = SM_COUNT * forward_blocks(UNIT) * WARPS;
+    const int rows = tile_rows(p->call, n_col_tiles, warps, FORWARD_ROWS);
     const int64_t n_slots = mn_tile_slots(p->call, rows);
     const unsigned blocks = mn_blocks(n_slots * n_col_tiles, WARPS);
     const auto kernel = p->bias.data ? conv_fwd_kernel<T, N, ACT, UNIT, true>
                                      : conv_fwd_kernel<T, N, ACT, UNIT, false>;
-    return launch_max_smem(kernel, blocks, stream, *p, h, n_slots, rows);
+    return launch_max_smem(kernel, blocks, stream, *p, h, n_slots, rows, tiles_store_tails(p));
 }
 
 template <typename T>
 static int forward(const mn_conv_args *p, cudaStream_t stream) {
-    const bool has_tail = p->tail.data && p->call.W > 1;
+    bool has_tail = p->tail.data && p->call.W > 1;
     int code = cudaSuccess;
     if (p->y.data && p->call.T > 0) {
         const heads h = heads_of(0, mn_vec_width<T>());
@@ -685,6 +716,7 @@ static int forward(const mn_conv_args *p, cudaStream_t stream) {
         } else {
             code = p->act == SILU ? forward_col_tiles<T, true, false>(p, h, stream)
                                   : forward_col_tiles<T, false, false>(p, h, stream);
+            has_tail = has_tail && !tiles_store_tails(p);
         }
     }
     return code == cudaSuccess && has_tail ? launch_tails<T>(p, stream) : code;
@@ -719,7 +751,7 @@ static int backward_col_tiles(const mn_conv_args *p, const heads &h, float *part
     constexpr int N = mn_vec_width<T>();
     const int64_t n_col_tiles = mn_ceil_div(p->call.V, h.col_tile);
     const int64_t most = count_partials(&p->call, n_col_tiles);
-    const int rows = tile_rows(p->call, 1, most);
+    const int rows = tile_rows(p->call, 1, most, MIN_ROWS);
     const int64_t n_slots = mn_tile_slots(p->call, rows), n_partials = mn_min(n_slots, most);
     const unsigned blocks = mn_blocks(n_partials * n_col_tiles, WARPS);
     const bool bias = p->bias.data || p->grad.bias.data;
@@ -826,7 +858,8 @@ static int unit_forward(const mn_conv_unit_args *p, cudaStream_t stream) {
     if (p->y.data && p->call.T > 0) {
         code = forward_col_tiles<T, true, true>(&all, heads_of<T>(p), stream);
     }
-    return code == cudaSuccess && p->tail.data ? launch_tails<T>(&all, stream) : code;
+    const bool has_tail = p->tail.data && !tiles_store_tails(&all);
+    return code == cudaSuccess && has_tail ? launch_tails<T>(&all, stream) : code;
 }
 
 static bool unit_forward_plan(const void *args, mn_plan *plan) {
