@@ -190,7 +190,7 @@ __device__ inline void mn_segment_make_states(const mn_delta_params &job, int64_
     const auto matrix = [&](int of) {
         return mn_segment_matrix_of<KP>(job, n, h, of) + pitch - KP;
     };
-    /* use(number, place in shared memory, place in a state) for those of this lane that there are */
+    /* use(number, place in shared memory, place in a state) for those of this lane that exist */
     const auto each = [&](float(&x)[rows::n_tiles][4], int to, float *state, auto use) {
 #pragma unroll
         for (int i = 0; i < 4 * rows::n_tiles; i++) {
