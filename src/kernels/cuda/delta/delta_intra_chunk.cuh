@@ -13,6 +13,7 @@
 #define MN_KERNELS_CUDA_DELTA_DELTA_INTRA_CHUNK_CUH
 
 #include "kernels/cuda/delta/delta_redo.cuh"
+#include "kernels/cuda/prim/mma_tf32.cuh"
 
 namespace mneme::delta {
 
@@ -95,12 +96,6 @@ __device__ inline void mn_delta_invert_diagonal(mn_delta_wy_solver &smem, int ha
     __syncwarp();
 }
 
-__device__ inline unsigned mn_tf32(float x) {
-    unsigned bits;
-    asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(bits) : "f"(x));
-    return bits;
-}
-
 /* A block of 16 x 16 in tf32 as an operand: lane (g, t) has of rows g and g + 8, numbers 0 and 1 of
  * a step, columns 2 t, and 2 t + 1 in numbers 2 and 3, of each half of the columns. Sums over
  * columns meet in that order wherever both operands have it; then a right operand is the block
@@ -144,11 +139,7 @@ __device__ inline void mn_delta_block_mma(float (&sum)[2][4], const mn_delta_blo
     for (int k = 0; k < 2; k++) {
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-                         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
-                         : "+f"(sum[n][0]), "+f"(sum[n][1]), "+f"(sum[n][2]), "+f"(sum[n][3])
-                         : "r"(a.at[k][0]), "r"(a.at[k][1]), "r"(a.at[k][2]), "r"(a.at[k][3]),
-                           "r"(b.at[k][n]), "r"(b.at[k][n + 2]));
+            mn_mma_tf32_k8(sum[n], a.at[k], b.at[k][n], b.at[k][n + 2]);
         }
     }
 }

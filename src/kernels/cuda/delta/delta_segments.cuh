@@ -17,9 +17,9 @@
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_SEGMENTS_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_SEGMENTS_CUH
 
-#include "kernels/cuda/delta/delta_intra_chunk.cuh"
 #include "kernels/cuda/delta/delta_state_scan.cuh"
 #include "kernels/cuda/prim/first_wild.cuh"
+#include "kernels/cuda/prim/mma_tf32.cuh"
 
 namespace mneme::delta {
 
@@ -81,15 +81,6 @@ __device__ inline const float *mn_segment_matrix_of(const mn_delta_params &job, 
                                                     int64_t h, int segment) {
     return job.workspace.segment_matrices +
            (mn_scan_segment_map<KP>(job, n, h, segment) - job.workspace.segment_maps);
-}
-
-/* c += a b, (16,8) and 8 deep. */
-__device__ inline void mn_mma_tf32(float (&c)[4], const unsigned (&a)[4], unsigned b0,
-                                   unsigned b1) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 /* Numbers of float32 in two parts of tf32, of whose products all but that of the second parts are
@@ -160,9 +151,9 @@ template <int KP, bool BACK> struct mn_segment_map_rows {
             b.take(0, S.x), b.take(1, S.y), b.take(2, S.z), b.take(3, S.w);
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                mn_mma_tf32(sums[n], a[k].low, b.high[2 * k], b.high[2 * k + 1]);
-                mn_mma_tf32(sums[n], a[k].high, b.low[2 * k], b.low[2 * k + 1]);
-                mn_mma_tf32(sums[n], a[k].high, b.high[2 * k], b.high[2 * k + 1]);
+                mn_mma_tf32_k8(sums[n], a[k].low, b.high[2 * k], b.high[2 * k + 1]);
+                mn_mma_tf32_k8(sums[n], a[k].high, b.low[2 * k], b.low[2 * k + 1]);
+                mn_mma_tf32_k8(sums[n], a[k].high, b.high[2 * k], b.high[2 * k + 1]);
             }
         }
     }

@@ -9,6 +9,7 @@
  * Gradients of parameters gather in a few parts, each of every n-th tile, which are added last. */
 #include "kernels/cuda/hyper/hyper_rows.cuh"
 #include "kernels/cuda/prim/device_props.h"
+#include "kernels/cuda/prim/mma_tf32.cuh"
 #include "kernels/cuda/prim/split_reduce.cuh"
 
 namespace mneme::hyper {
@@ -523,22 +524,13 @@ struct mn_hyper_grad_smem {
 };
 
 __device__ inline float mn_hyper_tf32(float x) {
-    uint32_t rounded = 0;
-#if __CUDA_ARCH__ >= 800
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
-#endif
-    return __uint_as_float(rounded);
+    return __uint_as_float(mn_tf32(x));
 }
 
 __device__ inline void mn_hyper_mma(float (&d)[4], const float (&a)[4], float b0, float b1) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, "
-                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])),
-                   "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
-                   "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
-#endif
+    const unsigned left[4] = { __float_as_uint(a[0]), __float_as_uint(a[1]), __float_as_uint(a[2]),
+                               __float_as_uint(a[3]) };
+    mn_mma_tf32_k8(d, left, __float_as_uint(b0), __float_as_uint(b1));
 }
 
 /* 16 lags of a mix from `lag` on. */
