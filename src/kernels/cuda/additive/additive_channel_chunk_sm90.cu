@@ -408,9 +408,7 @@ struct mn_gated_other {
 
     /* To the same place there, whose barrier counts the bytes. */
     __device__ void give(const void *to, float4 x, const uint64_t *mbar) const {
-        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
-                     "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(mn_smem_addr(to) + shift), "f"(x.x),
-                     "f"(x.y), "f"(x.z), "f"(x.w), "r"(mn_smem_addr(mbar) + shift) : "memory");
+        mn_cluster_store(mn_smem_addr(to) + shift, x, mn_smem_addr(mbar) + shift);
     }
 
     __device__ void arrive(const uint64_t *mbar) const {

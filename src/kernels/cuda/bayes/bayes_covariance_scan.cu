@@ -359,10 +359,7 @@ __device__ inline void store_async_pair(double *place, uint64_t *full, unsigned 
     *(double2 *)place = x;
     for_others<CL>(place, full, rank, [=](unsigned there, unsigned count) {
 #if __CUDA_ARCH__ >= 900
-        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 "
-                     "[%0], {%1, %2}, [%3];" ::"r"(there),
-                     "d"(x.x), "d"(x.y), "r"(count)
-                     : "memory");
+        mn_cluster_store(there, x, count);
 #endif
     });
 }

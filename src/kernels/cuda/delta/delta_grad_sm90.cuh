@@ -165,17 +165,6 @@ __device__ inline void mn_grad_copies_done(void) {
     __syncwarp();
 }
 
-/* mn_tma_load of what is read once: the second cache gives up other things later. */
-__device__ inline void mn_grad_tma_load_once(void *to, const CUtensorMap &map, uint64_t *mbar,
-                                        int column, int h, int t, int b) {
-    asm volatile("{\n\t.reg .b64 policy;\n\t"
-                 "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n\t"
-                 "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-                 ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], policy;\n\t}"
-                 ::"r"(mn_smem_addr(to)), "l"(&map), "r"(column), "r"(h), "r"(t), "r"(b),
-                 "r"(mn_smem_addr(mbar)) : "memory");
-}
-
 /* Issues loads of `tiles` tiles of 64 columns of 64 rows from (h, t, b) on. ONCE: the second cache
  * need not keep them. */
 template <int TILES, bool ONCE = false>
@@ -185,7 +174,7 @@ __device__ inline void mn_grad_tma_load(unsigned char *to, const CUtensorMap &ma
     for (int i = 0; i < TILES; i++) {
         unsigned char *tile = to + i * mn_tile_bytes<64>();
         const int from = (int)column + 64 * i;
-        if (ONCE) mn_grad_tma_load_once(tile, map, full, from, (int)h, (int)t, (int)b);
+        if (ONCE) mn_tma_load_once(tile, map, full, from, (int)h, (int)t, (int)b);
         else mn_tma_load(tile, map, full, from, (int)h, (int)t, (int)b);
     }
 }

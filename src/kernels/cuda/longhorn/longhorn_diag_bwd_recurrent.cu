@@ -86,9 +86,6 @@ struct token_record : step_record<ROW_WARPS> {
  * whose four numbers have to lie side by side. */
 typedef unsigned pairs[2][4];
 
-__device__ constexpr int row_in(int factor, int n) { return factor * 2 + n % 2; }
-__device__ constexpr int pair_in(int n) { return n / 2; }
-
 __device__ __forceinline__ unsigned pair_of(float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);
     return *(const unsigned *)&pair;
@@ -758,14 +755,11 @@ struct inbox {
         const uint32_t last = mn_cluster_address(mn_smem_addr(&through[place][n]), rank);
         const uint32_t count = mn_cluster_address(mn_smem_addr(&full[place]), rank);
         const auto four = [&](uint32_t to, const float(&x)[4]) {
-            asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
-                         "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(x[0]), "f"(x[1]),
-                         "f"(x[2]), "f"(x[3]), "r"(count) : "memory");
+            mn_cluster_store(to, make_float4(x[0], x[1], x[2], x[3]), count);
         };
         four(there, q), four(there + ROWS * (int)sizeof(float), k);
         if (threadIdx.x % 32 > 0) return;
-        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 "
-                     "[%0], %1, [%2];" ::"r"(last), "f"(sum), "r"(count) : "memory");
+        mn_cluster_store(last, sum, count);
 #endif
     }
 

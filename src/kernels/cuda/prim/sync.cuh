@@ -81,6 +81,23 @@ __device__ __forceinline__ uint32_t mn_cluster_address(uint32_t here, unsigned r
     return there;
 }
 
+/* Stores x at `to` in a block of the cluster, whose mbarrier counts its bytes. */
+__device__ __forceinline__ void mn_cluster_store(uint32_t to, float4 x, uint32_t mbar) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+                 "[%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(mbar) : "memory");
+}
+
+__device__ __forceinline__ void mn_cluster_store(uint32_t to, float x, uint32_t mbar) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
+                 ::"r"(to), "f"(x), "r"(mbar) : "memory");
+}
+
+__device__ __forceinline__ void mn_cluster_store(uint32_t to, double2 x, uint32_t mbar) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 "
+                 "[%0], {%1, %2}, [%3];" ::"r"(to), "d"(x.x), "d"(x.y), "r"(mbar) : "memory");
+}
+
 #endif
 
 }    // namespace mneme

@@ -88,6 +88,17 @@ __device__ inline void mn_tma_load(void *to, const CUtensorMap &map, uint64_t *m
     cp_async_bulk_tensor(space_cluster, space_global, to, &map, at, mbar);
 }
 
+/* The same of what is read once: the second cache gives up other things later. */
+__device__ inline void mn_tma_load_once(void *to, const CUtensorMap &map, uint64_t *mbar,
+                                        int column, int h, int t, int b) {
+    asm volatile("{\n\t.reg .b64 policy;\n\t"
+                 "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n\t"
+                 "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], policy;\n\t}"
+                 ::"r"(mn_smem_addr(to)), "l"(&map), "r"(column), "r"(h), "r"(t), "r"(b),
+                 "r"(mn_smem_addr(mbar)) : "memory");
+}
+
 /* Loads `bytes` as they lie, a multiple of 16 from an address that is one. */
 __device__ inline void mn_tma_load_1d(void *to, const void *from, int bytes, uint64_t *mbar) {
     using namespace cuda::ptx;
